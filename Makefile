@@ -1,0 +1,53 @@
+# Every target sets itself up in .venv; nothing outside this folder is changed but the model
+# cache (~/.cache/headrace, or $HEADRACE_CACHE).
+
+PYTHON ?= python3
+VENV := .venv
+BIN := $(VENV)/bin
+STAMP := $(VENV)/.installed
+
+.DEFAULT_GOAL := help
+.PHONY: help setup demo test check format protos lock clean
+
+help: ## Say what there is
+	@awk -F ':.*## ' '/^[a-z-]+:.*## / {printf "  make %-16s %s\n", $$1, $$2}' $(MAKEFILE_LIST)
+
+setup: $(STAMP) ## Make .venv with the locked dependencies
+
+$(STAMP): requirements.lock pyproject.toml
+	@echo "==> setting up $(VENV) (once; a few minutes)"
+	@$(PYTHON) -c 'import sys; sys.exit("Headrace needs Python 3.11 or newer, this is %s; try make PYTHON=python3.11" % sys.version.split()[0] if sys.version_info < (3, 11) else 0)'
+	@$(PYTHON) -m venv $(VENV)
+	@$(BIN)/python -m pip install --progress-bar on --disable-pip-version-check -r requirements.lock
+	@$(BIN)/python -m pip install --disable-pip-version-check --no-deps --no-build-isolation -e .
+	@touch $@
+
+demo: $(STAMP) ## Serve the small real model here and chat with it
+	@$(BIN)/headrace demo
+
+test: $(STAMP) ## Run the tests
+	@$(BIN)/python -m pytest -q $(ARGS)
+
+check: $(STAMP) ## Format, lint, types, layers, protos, sizes
+	$(BIN)/ruff format --check .
+	$(BIN)/ruff check .
+	$(BIN)/mypy
+	$(BIN)/lint-imports
+	$(BIN)/buf lint protos
+	$(BIN)/buf format --diff --exit-code protos
+	PATH=$(abspath $(BIN)):$$PATH $(BIN)/python protos/generate.py --check
+	$(BIN)/python .ci/ceilings.py
+
+format: $(STAMP) ## Format and mend what can be mended
+	$(BIN)/ruff check --fix .
+	$(BIN)/ruff format .
+	$(BIN)/buf format -w protos
+
+protos: $(STAMP) ## Generate headrace/v1 from protos/
+	PATH=$(abspath $(BIN)):$$PATH $(BIN)/python protos/generate.py
+
+lock: $(STAMP) ## Write requirements.lock from what is installed
+	$(BIN)/python -m pip freeze --all --exclude pip --exclude-editable | sed 's/^\(torch==[0-9.]*\)+.*/\1/' > requirements.lock
+
+clean: ## Remove .venv and caches in this folder
+	rm -rf $(VENV) .mypy_cache .ruff_cache .pytest_cache .import_linter_cache .hypothesis build *.egg-info
