@@ -1,0 +1,193 @@
+"""What crosses the edge of the scheduling core: settings, requests in, plans and outputs out.
+
+Everything is columns over the requests of a step, in the plan's order (running requests first,
+then admissions). It knows no clock, no wire and no tensor.
+"""
+
+from dataclasses import dataclass, field
+from enum import Enum, IntEnum
+from typing import Literal
+
+import numpy as np
+from numpy.typing import NDArray
+
+Int32Array = NDArray[np.int32]
+Int64Array = NDArray[np.int64]
+
+EMPTY_INT32: Int32Array = np.empty(0, dtype=np.int32)
+
+
+class RequestStatus(IntEnum):
+    """Where a request stands; every value above PREEMPTED is final."""
+
+    WAITING = 1
+    WAITING_FOR_GRAMMAR = 2
+    WAITING_FOR_REMOTE_KV = 3
+    RUNNING = 4
+    PREEMPTED = 5
+    STOPPED = 6
+    LENGTH_CAPPED = 7
+    REPETITION = 8
+    ABORTED = 9
+    ERROR = 10
+    DEADLINE = 11
+
+    @property
+    def is_finished(self) -> bool:
+        return self > RequestStatus.PREEMPTED
+
+
+class Pause(Enum):
+    """How much of scheduling is paused."""
+
+    UNPAUSED = "UNPAUSED"
+    PAUSED_NEW = "PAUSED_NEW"
+    PAUSED_ALL = "PAUSED_ALL"
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class SchedulerConfig:
+    """Limits and policies of one worker's scheduling.
+
+    num_gpu_blocks counts the reserved null block 0. watermark is a fraction of num_gpu_blocks
+    kept free at admission. spec_kind: "ngram" needs no lookahead slots, "draft" and "eagle" need
+    num_spec_tokens of them. pipeline_depth is how many schedules may be outstanding; above 1 a
+    step is planned before the previous one's tokens are known.
+    """
+
+    block_size: int
+    num_gpu_blocks: int
+    max_model_len: int
+    max_num_batched_tokens: int
+    max_num_seqs: int
+    long_prefill_token_threshold: int = 0
+    enable_chunked_prefill: bool = True
+    policy: Literal["fcfs", "priority"] = "fcfs"
+    priority_preemption: bool = False
+    enable_prefix_caching: bool = True
+    watermark: float = 0.0
+    reserve_full_sequence: bool = True
+    num_spec_tokens: int = 0
+    spec_kind: Literal["ngram", "draft", "eagle"] | None = None
+    pipeline_depth: int = 1
+
+
+@dataclass(frozen=True, slots=True)
+class RepetitionLimit:
+    """Ends a request whose last tokens repeat: a pattern of some size, min_count times."""
+
+    max_pattern_size: int
+    min_pattern_size: int
+    min_count: int
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class NewRequest:
+    """A request as the core is given it.
+
+    key is the caller's number for it and comes back in outputs; it must be unique among live
+    requests. prompt_token_ids and output_token_ids (generated under an earlier epoch) are
+    [num_tokens] and owned by the core from now on. deadline is on the clock of `now`.
+    """
+
+    key: int
+    request_id: str
+    prompt_token_ids: Int32Array
+    max_tokens: int
+    output_token_ids: Int32Array = field(default_factory=lambda: EMPTY_INT32)
+    arrival_time: float = 0.0
+    priority: int = 0
+    eos_token_ids: tuple[int, ...] = ()
+    stop_token_ids: tuple[int, ...] = ()
+    min_tokens: int = 0
+    cache_salt: str = ""
+    skip_reading_prefix_cache: bool = False
+    deadline: float | None = None
+    needs_grammar: bool = False
+    repetition: RepetitionLimit | None = None
+
+
+@dataclass(frozen=True, slots=True)
+class RowRequest:
+    """A request placed in a row by a plan; token_ids is [num_tokens], prompt first."""
+
+    row: int
+    key: int
+    request_id: str
+    token_ids: Int32Array
+    num_prompt_tokens: int
+
+
+@dataclass(frozen=True, slots=True)
+class Admission:
+    """A request that got a row in this step; num_cached_tokens came from the prefix cache."""
+
+    key: int
+    request_id: str
+    num_cached_tokens: int
+    is_resumed: bool
+
+
+@dataclass(frozen=True, slots=True)
+class FinishedRequest:
+    """A request that reached a final status; its blocks are already free."""
+
+    key: int
+    request_id: str
+    status: RequestStatus
+    stop_token_id: int | None
+    num_preemptions: int
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class StepPlan:
+    """One step. The worker applies freed_rows, then row_requests, then the appended blocks.
+
+    expired are requests whose deadline passed and that this schedule ended.
+    """
+
+    step_id: int
+    freed_rows: Int32Array  # [num_freed]
+    row_requests: tuple[RowRequest, ...]
+    appended_block_rows: Int32Array  # [num_appended]
+    appended_block_ids: Int32Array  # [num_appended]
+    rows: Int32Array  # [num_reqs]
+    num_computed_tokens: Int32Array  # [num_reqs] before this step
+    num_scheduled_tokens: Int32Array  # [num_reqs] drafts included
+    num_draft_tokens: Int32Array  # [num_reqs], or [0] when no row has drafts
+    draft_token_ids: Int32Array  # [sum(num_draft_tokens)]
+    admissions: tuple[Admission, ...]
+    preempted_keys: tuple[int, ...]
+    expired: tuple[FinishedRequest, ...]
+
+    @property
+    def num_reqs(self) -> int:
+        return len(self.rows)
+
+    @property
+    def is_worth_sending(self) -> bool:
+        """Whether the worker has anything to do or to forget."""
+        return bool(len(self.rows) or len(self.freed_rows))
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class StepResult:
+    """What the worker sampled, in the plan's order; 0 tokens for an unfinished prefill."""
+
+    step_id: int
+    num_sampled_tokens: Int32Array  # [num_reqs]
+    token_ids: Int32Array  # [sum(num_sampled_tokens)]
+    num_draft_tokens: Int32Array = field(default_factory=lambda: EMPTY_INT32)  # [num_reqs] or [0]
+    draft_token_ids: Int32Array = field(default_factory=lambda: EMPTY_INT32)
+    failed_rows: tuple[int, ...] = ()
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class StepOutput:
+    """Tokens kept, for the requests that got any, and the requests that ended."""
+
+    step_id: int
+    keys: Int64Array  # [num_outputs]
+    num_new_tokens: Int32Array  # [num_outputs]
+    token_ids: Int32Array  # [sum(num_new_tokens)]
+    finished: tuple[FinishedRequest, ...]
