@@ -139,7 +139,7 @@ async def test_a_call_without_the_token_is_refused_and_health_is_not(tmp_path: P
             call = inference_pb2_grpc.InferenceStub(channel).Generate(
                 inference_pb2.GenerateRequest()
             )
-            with pytest.raises(grpc.aio.AioRpcError, match="BAD_TOKEN|Bearer"):
+            with pytest.raises(grpc.aio.AioRpcError, match="Bearer"):
                 await call.read()
             await health_pb2_grpc.HealthStub(channel).Check(health_pb2.HealthCheckRequest())
         async with open_channel(address, ChannelConfig(auth_token_file=str(token))) as channel:
