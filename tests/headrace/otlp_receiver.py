@@ -40,7 +40,7 @@ class OtlpReceiver(trace_service_pb2_grpc.TraceServiceServicer):
         self.endpoint = f"http://127.0.0.1:{port}"
         self._server.start()
 
-    def Export(self, request, context):  # noqa: N802
+    def Export(self, request, context):
         with self._news:
             for group in request.resource_spans:
                 service = _values(group.resource.attributes).get("service.name", "")

@@ -39,7 +39,7 @@ class Servicer(inference_pb2_grpc.InferenceServicer):
     def __init__(self) -> None:
         self.seen: list[str] = []
 
-    async def Generate(self, request, context):  # noqa: N802
+    async def Generate(self, request, context):
         self.seen.append(telemetry.current_traceparent())
         yield inference_pb2.GenerateResponse(request_id="a")
         if request.model == "abort":
@@ -50,7 +50,7 @@ class Servicer(inference_pb2_grpc.InferenceServicer):
             await asyncio.Event().wait()
         yield inference_pb2.GenerateResponse(request_id="b")
 
-    async def Abort(self, request, context):  # noqa: N802
+    async def Abort(self, request, context):
         self.seen.append(telemetry.current_traceparent())
         return inference_pb2.AbortResponse()
 
