@@ -1,0 +1,1 @@
+"""What every service of Headrace shares: errors, serving, channels, configuration, telemetry."""

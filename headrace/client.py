@@ -1,0 +1,1 @@
+"""Async client of the public API (headrace.v1.Inference)."""

@@ -1,0 +1,1 @@
+"""Headrace on one machine: router, scheduler and gpuworker as child processes."""

@@ -1,0 +1,81 @@
+"""Channels from a caller to a service, with TLS, token and keepalive as we serve them."""
+
+from typing import Annotated, Any
+
+import grpc
+import grpc.aio
+import msgspec
+
+from headrace.service.config import help_text
+from headrace.service.serving import read_file, read_token
+
+
+class ChannelConfig(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
+    """How to reach a service."""
+
+    tls: Annotated[bool, help_text("Use TLS; with no authority file, the system's.")] = False
+    tls_ca_file: Annotated[str, help_text("PEM authorities to trust; turns TLS on.")] = ""
+    tls_cert_file: Annotated[str, help_text("PEM certificate to show (mTLS).")] = ""
+    tls_key_file: Annotated[str, help_text("PEM private key of that certificate.")] = ""
+    auth_token_file: Annotated[str, help_text("File with the bearer token to send.")] = ""
+    max_message_bytes: Annotated[int, help_text("Largest message taken.")] = 16 * 1024 * 1024
+
+
+class _TokenUnary(grpc.aio.UnaryUnaryClientInterceptor):
+    def __init__(self, token: str) -> None:
+        self._header = ("authorization", f"Bearer {token}")
+
+    async def intercept_unary_unary(self, continuation: Any, details: Any, request: Any) -> Any:
+        return await continuation(_with_header(details, self._header), request)
+
+
+class _TokenServerStream(grpc.aio.UnaryStreamClientInterceptor):
+    def __init__(self, token: str) -> None:
+        self._header = ("authorization", f"Bearer {token}")
+
+    async def intercept_unary_stream(self, continuation: Any, details: Any, request: Any) -> Any:
+        return await continuation(_with_header(details, self._header), request)
+
+
+class _TokenBidi(grpc.aio.StreamStreamClientInterceptor):
+    def __init__(self, token: str) -> None:
+        self._header = ("authorization", f"Bearer {token}")
+
+    async def intercept_stream_stream(self, continuation: Any, details: Any, requests: Any) -> Any:
+        return await continuation(_with_header(details, self._header), requests)
+
+
+def _with_header(details: Any, header: tuple[str, str]) -> grpc.aio.ClientCallDetails:
+    metadata = grpc.aio.Metadata(*(details.metadata or ()))
+    metadata.add(*header)
+    return grpc.aio.ClientCallDetails(
+        details.method, details.timeout, metadata, details.credentials, details.wait_for_ready
+    )
+
+
+def open_channel(target: str, config: ChannelConfig | None = None) -> grpc.aio.Channel:
+    """A channel to "host:port" (or unix:PATH); the caller closes it."""
+    config = config or ChannelConfig()
+    options = [
+        ("grpc.max_receive_message_length", config.max_message_bytes),
+        ("grpc.max_send_message_length", config.max_message_bytes),
+        ("grpc.keepalive_time_ms", 30_000),
+        ("grpc.keepalive_timeout_ms", 10_000),
+        ("grpc.keepalive_permit_without_calls", 1),
+        # A peer that restarts must be found again within a second or two.
+        ("grpc.initial_reconnect_backoff_ms", 100),
+        ("grpc.max_reconnect_backoff_ms", 2_000),
+    ]
+    interceptors: list[grpc.aio.ClientInterceptor] = []
+    if config.auth_token_file:
+        # grpc.aio files an interceptor under one kind only, so there is one object per kind.
+        token = read_token(config.auth_token_file)
+        interceptors = [_TokenUnary(token), _TokenServerStream(token), _TokenBidi(token)]
+    if not (config.tls or config.tls_ca_file or config.tls_cert_file):
+        return grpc.aio.insecure_channel(target, options=options, interceptors=interceptors)
+    credentials = grpc.ssl_channel_credentials(
+        read_file(config.tls_ca_file) if config.tls_ca_file else None,
+        read_file(config.tls_key_file) if config.tls_key_file else None,
+        read_file(config.tls_cert_file) if config.tls_cert_file else None,
+    )
+    return grpc.aio.secure_channel(target, credentials, options=options, interceptors=interceptors)

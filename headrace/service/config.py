@@ -1,0 +1,152 @@
+"""Settings from a TOML file, the environment and flags, all from one frozen struct.
+
+A struct's fields are its TOML keys ([section]), its environment variables
+(HEADRACE_<SECTION>_<FIELD>) and its flags (--field-name). Later ones win, in that order.
+"""
+
+import tomllib
+import types
+from collections.abc import Callable, Mapping
+from pathlib import Path
+from typing import Annotated, Any, Literal, TypeVar, Union, get_args, get_origin, get_type_hints
+
+import click
+import msgspec
+
+T = TypeVar("T", bound=msgspec.Struct)
+Command = TypeVar("Command", bound=Callable[..., Any])
+
+
+class ConfigError(click.ClickException):
+    """A setting is wrong; the message names it and where it came from."""
+
+    exit_code = 2
+
+
+def help_text(text: str) -> Any:
+    """Metadata of a field: what --help says of it."""
+    return msgspec.Meta(description=text)
+
+
+def load(
+    struct: type[T],
+    *,
+    section: str,
+    file: Path | None = None,
+    environ: Mapping[str, str] | None = None,
+    overrides: Mapping[str, object] | None = None,
+) -> T:
+    """The settings of `section`: defaults, then file, then environment, then overrides.
+
+    Overrides that are None count as not given. Raises ConfigError naming the key.
+    """
+    values: dict[str, object] = {}
+    if file is not None:
+        values |= _checked(struct, _section_of_file(file, section), f"{file} [{section}]")
+    prefix = f"HEADRACE_{section.upper()}_"
+    from_environment = {
+        name.removeprefix(prefix).lower(): _split_list(struct, name.removeprefix(prefix), text)
+        for name, text in (environ or {}).items()
+        if name.startswith(prefix)
+    }
+    values |= _checked(struct, from_environment, f"environment {prefix}*")
+    given = {key: value for key, value in (overrides or {}).items() if value is not None}
+    return _convert(struct, values | _checked(struct, given, "flags"), section)
+
+
+def _section_of_file(file: Path, section: str) -> dict[str, object]:
+    try:
+        document = tomllib.loads(file.read_text(encoding="utf-8"))
+    except OSError as error:
+        raise ConfigError(f"cannot read {file}: {error.strerror}") from error
+    except (tomllib.TOMLDecodeError, UnicodeDecodeError) as error:
+        raise ConfigError(f"{file} is not TOML: {error}") from error
+    values = document.get(section, {})
+    if not isinstance(values, dict):
+        raise ConfigError(f"{file}: [{section}] must be a table")
+    return values
+
+
+def _checked(struct: type[T], values: Mapping[str, object], source: str) -> dict[str, object]:
+    """The values, if each is a field of the right type."""
+    known = {field.name for field in msgspec.structs.fields(struct)}
+    for key in values:
+        if key not in known:
+            raise ConfigError(f"{source}: unknown key `{key}`; known: {', '.join(sorted(known))}")
+    for key, value in values.items():
+        annotation = get_type_hints(struct, include_extras=True)[key]
+        try:
+            msgspec.convert(value, annotation, strict=False)
+        except msgspec.ValidationError as error:
+            raise ConfigError(f"{source}: `{key}`: {error}") from error
+    return dict(values)
+
+
+def _convert(struct: type[T], values: dict[str, object], section: str) -> T:
+    try:
+        return msgspec.convert(values, struct, strict=False)
+    except msgspec.ValidationError as error:
+        raise ConfigError(f"[{section}]: {error}") from error
+
+
+def _split_list(struct: type[T], name: str, text: str) -> object:
+    annotation = get_type_hints(struct).get(name.lower())
+    if get_origin(annotation) in {tuple, list}:
+        return [part.strip() for part in text.split(",") if part.strip()]
+    return text
+
+
+def flags(struct: type[msgspec.Struct], *, prefix: str = "") -> Callable[[Command], Command]:
+    """A click decorator that adds one flag for each field of `struct`.
+
+    Flags not given are None, so that file and environment count. The callback gets them as
+    `<prefix>_<field>` (or `<field>`); `given` picks them out again.
+    """
+
+    def decorate(command: Command) -> Command:
+        hints = get_type_hints(struct, include_extras=True)
+        for field in reversed(msgspec.structs.fields(struct)):
+            name = f"{prefix}_{field.name}" if prefix else field.name
+            command = _flag(name, hints[field.name], field)(command)
+        return command
+
+    return decorate
+
+
+def given(
+    struct: type[msgspec.Struct], arguments: Mapping[str, object], *, prefix: str = ""
+) -> dict[str, object]:
+    """The flags of `struct` among a callback's arguments, by field name."""
+    names = [field.name for field in msgspec.structs.fields(struct)]
+    values = {name: arguments[f"{prefix}_{name}" if prefix else name] for name in names}
+    return {name: value for name, value in values.items() if value not in (None, ())}
+
+
+def _flag(name: str, annotation: Any, field: msgspec.structs.FieldInfo) -> Any:
+    description = ""
+    if get_origin(annotation) is Annotated:
+        annotation, *extras = get_args(annotation)
+        description = next((e.description for e in extras if isinstance(e, msgspec.Meta)), "") or ""
+    flag = "--" + name.replace("_", "-")
+    help_line = f"{description}  [default: {_shown(field)}]"
+    if annotation is bool:
+        return click.option(f"{flag}/--no-{flag[2:]}", name, default=None, help=help_line)
+    if get_origin(annotation) is tuple:
+        return click.option(flag, name, multiple=True, help=f"{help_line} (repeatable)")
+    return click.option(flag, name, type=_click_type(annotation), default=None, help=help_line)
+
+
+def _shown(field: msgspec.structs.FieldInfo) -> object:
+    if field.default is msgspec.NODEFAULT:
+        return "none"
+    return "none" if field.default in (None, "", ()) else field.default
+
+
+def _click_type(annotation: Any) -> Any:
+    if get_origin(annotation) in {Union, types.UnionType}:
+        annotation = next(part for part in get_args(annotation) if part is not type(None))
+    if get_origin(annotation) is Annotated:
+        annotation = get_args(annotation)[0]
+    if get_origin(annotation) is Literal:
+        return click.Choice(get_args(annotation))
+    return annotation if annotation in {int, float} else str

@@ -1,0 +1,185 @@
+"""Errors that cross the edge of a service, and the one place that turns them into gRPC.
+
+A service raises `ServiceError`; `ErrorInterceptor` maps it to a canonical code, a message and
+google.rpc details (ErrorInfo with a stable reason, BadRequest with the field, RetryInfo). A
+caller gets the same `ServiceError` back from `from_rpc_error`.
+"""
+
+import logging
+from collections.abc import AsyncIterator, Awaitable, Callable
+from typing import Any, NoReturn
+
+import grpc
+import grpc.aio
+from google.protobuf.duration_pb2 import Duration
+from google.protobuf.message import DecodeError
+from google.rpc import error_details_pb2, status_pb2
+
+from headrace.service.handlers import wrap_handler
+
+logger = logging.getLogger(__name__)
+
+DOMAIN = "headrace"
+_DETAILS_KEY = "grpc-status-details-bin"
+_CODE_BY_NUMBER = {code.value[0]: code for code in grpc.StatusCode}
+
+
+class ServiceError(Exception):
+    """A refusal or failure that the caller is meant to see.
+
+    reason is stable UPPER_SNAKE for programs, message is for people and says what to do.
+    """
+
+    def __init__(
+        self,
+        code: grpc.StatusCode,
+        reason: str,
+        message: str,
+        *,
+        field: str | None = None,
+        retry_after_s: float | None = None,
+    ) -> None:
+        super().__init__(message)
+        self.code = code
+        self.reason = reason
+        self.message = message
+        self.field = field
+        self.retry_after_s = retry_after_s
+
+    def __repr__(self) -> str:
+        return f"ServiceError({self.code.name}, {self.reason}, {self.message!r})"
+
+
+def invalid(field: str, message: str) -> ServiceError:
+    """The request's `field` is wrong; message says what it must be."""
+    return ServiceError(
+        grpc.StatusCode.INVALID_ARGUMENT, "INVALID_FIELD", f"{field}: {message}", field=field
+    )
+
+
+def not_found(reason: str, message: str) -> ServiceError:
+    return ServiceError(grpc.StatusCode.NOT_FOUND, reason, message)
+
+
+def already_exists(reason: str, message: str) -> ServiceError:
+    return ServiceError(grpc.StatusCode.ALREADY_EXISTS, reason, message)
+
+
+def unavailable(reason: str, message: str, retry_after_s: float | None = None) -> ServiceError:
+    return ServiceError(grpc.StatusCode.UNAVAILABLE, reason, message, retry_after_s=retry_after_s)
+
+
+def exhausted(reason: str, message: str, retry_after_s: float | None = None) -> ServiceError:
+    return ServiceError(
+        grpc.StatusCode.RESOURCE_EXHAUSTED, reason, message, retry_after_s=retry_after_s
+    )
+
+
+def deadline_exceeded(reason: str, message: str) -> ServiceError:
+    return ServiceError(grpc.StatusCode.DEADLINE_EXCEEDED, reason, message)
+
+
+def unimplemented(reason: str, message: str) -> ServiceError:
+    return ServiceError(grpc.StatusCode.UNIMPLEMENTED, reason, message)
+
+
+def unauthenticated(reason: str, message: str) -> ServiceError:
+    return ServiceError(grpc.StatusCode.UNAUTHENTICATED, reason, message)
+
+
+def aborted(reason: str, message: str) -> ServiceError:
+    """The request was ended by somebody else's Abort."""
+    return ServiceError(grpc.StatusCode.ABORTED, reason, message)
+
+
+def internal(reason: str, message: str) -> ServiceError:
+    return ServiceError(grpc.StatusCode.INTERNAL, reason, message)
+
+
+def to_status(error: ServiceError) -> status_pb2.Status:
+    """The google.rpc.Status that carries the error."""
+    status = status_pb2.Status(code=error.code.value[0], message=error.message)
+    info = error_details_pb2.ErrorInfo(reason=error.reason, domain=DOMAIN)
+    if error.field is not None:
+        info.metadata["field"] = error.field
+        violation = error_details_pb2.BadRequest.FieldViolation(
+            field=error.field, description=error.message
+        )
+        status.details.add().Pack(error_details_pb2.BadRequest(field_violations=[violation]))
+    status.details.add().Pack(info)
+    if error.retry_after_s is not None:
+        delay = Duration()
+        delay.FromNanoseconds(int(error.retry_after_s * 1e9))
+        status.details.add().Pack(error_details_pb2.RetryInfo(retry_delay=delay))
+    return status
+
+
+def from_rpc_error(error: grpc.aio.AioRpcError) -> ServiceError:
+    """What a peer's ServiceError was; without details, the code and message still are."""
+    reason, field, retry_after_s = error.code().name, None, None
+    for detail in _status_of(error).details:
+        info, retry = error_details_pb2.ErrorInfo(), error_details_pb2.RetryInfo()
+        if detail.Unpack(info):
+            reason, field = info.reason, info.metadata.get("field")
+        elif detail.Unpack(retry):
+            retry_after_s = retry.retry_delay.ToNanoseconds() / 1e9
+    return ServiceError(
+        error.code(), reason, error.details() or "", field=field, retry_after_s=retry_after_s
+    )
+
+
+def _status_of(error: grpc.aio.AioRpcError) -> status_pb2.Status:
+    for key, value in error.trailing_metadata() or ():
+        if key == _DETAILS_KEY:
+            try:
+                return status_pb2.Status.FromString(value)
+            except DecodeError:
+                break
+    return status_pb2.Status()
+
+
+async def _abort(context: Any, error: ServiceError) -> NoReturn:
+    trailing = tuple(context.trailing_metadata() or ())
+    details = ((_DETAILS_KEY, to_status(error).SerializeToString()),)
+    await context.abort(error.code, error.message, trailing + details)
+    raise AssertionError("abort raises")
+
+
+def _as_service_error(error: Exception, method: str) -> ServiceError:
+    """The error itself, or INTERNAL for a bug, whose traceback goes to the log only."""
+    if isinstance(error, ServiceError):
+        return error
+    logger.error("%s failed", method, exc_info=error)
+    return internal("INTERNAL", f"{method} failed: {type(error).__name__}; see the service's log")
+
+
+class ErrorInterceptor(grpc.aio.ServerInterceptor):
+    """Maps what handlers raise to status codes, for unary and streaming handlers."""
+
+    async def intercept_service(
+        self,
+        continuation: Callable[[grpc.HandlerCallDetails], Awaitable[Any]],
+        handler_call_details: grpc.HandlerCallDetails,
+    ) -> Any:
+        method = handler_call_details.method.rpartition("/")[2]
+
+        async def unary(call: Callable[[], Awaitable[Any]], context: Any) -> Any:
+            try:
+                return await call()
+            except (grpc.aio.AbortError, grpc.aio.UsageError):
+                raise
+            except Exception as error:  # noqa: BLE001 a bug must become INTERNAL, never a hang
+                await _abort(context, _as_service_error(error, method))
+
+        async def stream(
+            call: Callable[[], AsyncIterator[Any]], context: Any
+        ) -> AsyncIterator[Any]:
+            try:
+                async for message in call():
+                    yield message
+            except (grpc.aio.AbortError, grpc.aio.UsageError):
+                raise
+            except Exception as error:  # noqa: BLE001
+                await _abort(context, _as_service_error(error, method))
+
+        return wrap_handler(await continuation(handler_call_details), unary, stream)

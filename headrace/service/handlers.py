@@ -1,0 +1,42 @@
+"""Wraps a gRPC method handler of any kind, so that an interceptor is written once."""
+
+import inspect
+from collections.abc import AsyncIterator, Awaitable, Callable
+from typing import Any
+
+import grpc
+
+AroundUnary = Callable[[Callable[[], Awaitable[Any]], Any], Awaitable[Any]]
+AroundStream = Callable[[Callable[[], AsyncIterator[Any]], Any], AsyncIterator[Any]]
+
+
+def wrap_handler(handler: Any, unary: AroundUnary, stream: AroundStream) -> Any:
+    """The same handler with `unary` or `stream` around each call.
+
+    `unary(call, context)` surrounds a handler that returns its response (or writes to the
+    context itself); `stream(call, context)` surrounds one that yields. Both get a `call` without
+    arguments that starts the inner handler. None, for an unknown method, stays None.
+    """
+    if handler is None:
+        return None
+    kind = f"{_arity(handler.request_streaming)}_{_arity(handler.response_streaming)}"
+    inner = getattr(handler, kind)
+
+    async def around_unary(request: Any, context: Any) -> Any:
+        return await unary(lambda: inner(request, context), context)
+
+    async def around_stream(request: Any, context: Any) -> AsyncIterator[Any]:
+        async for message in stream(lambda: inner(request, context), context):
+            yield message
+
+    around = around_stream if inspect.isasyncgenfunction(inner) else around_unary
+    make = getattr(grpc, f"{kind}_rpc_method_handler")
+    return make(
+        around,
+        request_deserializer=handler.request_deserializer,
+        response_serializer=handler.response_serializer,
+    )
+
+
+def _arity(is_stream: bool) -> str:
+    return "stream" if is_stream else "unary"

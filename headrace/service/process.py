@@ -1,0 +1,72 @@
+"""What a service's __main__ shares: logging, event loop, parent's death, bound address."""
+
+import asyncio
+import ctypes
+import logging
+import os
+import signal
+import sys
+from collections.abc import Coroutine
+from pathlib import Path
+from typing import Annotated, Any, Literal
+
+import msgspec
+
+from headrace.service.config import help_text
+
+_PR_SET_PDEATHSIG = 1
+
+
+class ProcessConfig(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
+    """Settings of any service process."""
+
+    log_level: Annotated[
+        Literal["debug", "info", "warning", "error"], help_text("Least severe line to log.")
+    ] = "info"
+    otlp_endpoint: Annotated[
+        str, help_text("OTLP/gRPC collector for traces, e.g. http://127.0.0.1:4317.")
+    ] = ""
+    address_file: Annotated[
+        str, help_text("Write the bound host:port to this file once listening.")
+    ] = ""
+
+
+def run(name: str, config: ProcessConfig, main: Coroutine[Any, Any, None]) -> None:
+    """Run a service to its end, on uvloop where there is one."""
+    logging.basicConfig(
+        level=config.log_level.upper(),
+        stream=sys.stderr,
+        format=f"%(asctime)s %(levelname)s {name} %(message)s",
+    )
+    if os.environ.get("HEADRACE_PARENT_DEATH") == "1":
+        die_with_parent()
+    with asyncio.Runner(loop_factory=_loop_factory()) as runner:
+        runner.run(main)
+
+
+def write_address(config: ProcessConfig, address: str) -> None:
+    """Say where we listen, in one atomic step."""
+    if not config.address_file:
+        return
+    file = Path(config.address_file)
+    draft = file.with_name(f".{file.name}.{os.getpid()}")
+    draft.write_text(address, encoding="utf-8")
+    draft.replace(file)
+
+
+def die_with_parent() -> None:
+    """Have the kernel end this process when its parent ends (Linux; elsewhere nothing)."""
+    if sys.platform != "linux":
+        return
+    parent = os.getppid()
+    ctypes.CDLL(None).prctl(_PR_SET_PDEATHSIG, signal.SIGTERM)
+    if os.getppid() != parent:  # it died before we asked
+        os.kill(os.getpid(), signal.SIGTERM)
+
+
+def _loop_factory() -> Any:
+    try:
+        import uvloop
+    except ImportError:
+        return None
+    return uvloop.new_event_loop

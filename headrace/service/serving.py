@@ -1,0 +1,178 @@
+"""A gRPC server as every service here runs it: health, reflection, TLS, token, clear errors."""
+
+import asyncio
+import hmac
+import signal
+from collections.abc import AsyncIterator, Awaitable, Callable, Sequence
+from pathlib import Path
+from typing import Annotated, Any
+
+import grpc
+import grpc.aio
+import msgspec
+from grpc_health.v1 import health, health_pb2, health_pb2_grpc
+from grpc_reflection.v1alpha import reflection
+
+from headrace.service.config import ConfigError, help_text
+from headrace.service.errors import ErrorInterceptor, unauthenticated
+from headrace.service.handlers import wrap_handler
+
+
+class ServingConfig(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
+    """How a service listens."""
+
+    listen: Annotated[str, help_text("host:port to listen on; port 0 takes a free one.")] = (
+        "127.0.0.1:0"
+    )
+    tls_cert_file: Annotated[str, help_text("PEM certificate; with a key, the port is TLS.")] = ""
+    tls_key_file: Annotated[str, help_text("PEM private key of the certificate.")] = ""
+    tls_client_ca_file: Annotated[
+        str, help_text("PEM authorities; callers must then show a certificate of theirs (mTLS).")
+    ] = ""
+    auth_token_file: Annotated[
+        str, help_text("File with a token; callers must send it as `authorization: Bearer`.")
+    ] = ""
+    max_message_bytes: Annotated[int, help_text("Largest message taken.")] = 16 * 1024 * 1024
+    drain_timeout_s: Annotated[float, help_text("Time to finish work after SIGTERM.")] = 30.0
+
+
+class AuthInterceptor(grpc.aio.ServerInterceptor):
+    """Refuses calls without the bearer token; health stays open, for probes."""
+
+    def __init__(self, token: str) -> None:
+        self._expected = f"Bearer {token}".encode()
+
+    async def intercept_service(
+        self,
+        continuation: Callable[[grpc.HandlerCallDetails], Awaitable[Any]],
+        handler_call_details: grpc.HandlerCallDetails,
+    ) -> Any:
+        handler = await continuation(handler_call_details)
+        if handler_call_details.method.startswith("/grpc.health."):
+            return handler
+        metadata = dict(handler_call_details.invocation_metadata or ())
+        sent = metadata.get("authorization", "")
+        raw = sent if isinstance(sent, bytes) else sent.encode()
+        if hmac.compare_digest(raw, self._expected):
+            return handler
+
+        async def refuse(_call: Any, _context: Any) -> Any:
+            raise unauthenticated(
+                "BAD_TOKEN", "send metadata `authorization: Bearer TOKEN` with this server's token"
+            )
+
+        async def refuse_stream(_call: Any, context: Any) -> AsyncIterator[Any]:
+            yield await refuse(_call, context)
+
+        return wrap_handler(handler, refuse, refuse_stream)
+
+
+def read_token(file: str) -> str:
+    """The token in `file`, without surrounding white space; ConfigError if it has none."""
+    token = read_file(file).decode("utf-8", errors="replace").strip()
+    if not token:
+        raise ConfigError(f"{file} holds no token")
+    return token
+
+
+def read_file(file: str) -> bytes:
+    """The file's bytes, or ConfigError."""
+    try:
+        return Path(file).read_bytes()
+    except OSError as error:
+        raise ConfigError(f"cannot read {file}: {error.strerror}") from error
+
+
+class GrpcServer:
+    """Owns one grpc.aio server. Add servicers to `server` before `start`."""
+
+    def __init__(
+        self,
+        config: ServingConfig,
+        service_names: Sequence[str],
+        interceptors: Sequence[grpc.aio.ServerInterceptor] = (),
+    ) -> None:
+        """service_names are full names, e.g. "headrace.v1.Inference"."""
+        self._config = config
+        # Outermost first: a refused token is an error too, and errors are traced.
+        chain: list[grpc.aio.ServerInterceptor] = [*interceptors, ErrorInterceptor()]
+        if config.auth_token_file:
+            chain.append(AuthInterceptor(read_token(config.auth_token_file)))
+        self.server = grpc.aio.server(
+            interceptors=chain,
+            options=[
+                ("grpc.max_receive_message_length", config.max_message_bytes),
+                ("grpc.max_send_message_length", config.max_message_bytes),
+                # A port that is taken must be an error, not a second listener.
+                ("grpc.so_reuseport", 0),
+                # Clients behind gateways ping during a long silent prefill; let them.
+                ("grpc.http2.max_ping_strikes", 0),
+                ("grpc.http2.min_ping_interval_without_data_ms", 10_000),
+                ("grpc.keepalive_permit_without_calls", 1),
+            ],
+        )
+        self._names = (*service_names, health.SERVICE_NAME, reflection.SERVICE_NAME)
+        self._health = health.aio.HealthServicer()
+        health_pb2_grpc.add_HealthServicer_to_server(self._health, self.server)
+        reflection.enable_server_reflection(self._names, self.server)
+
+    async def start(self) -> str:
+        """Listen; returns the bound "host:port". Health says NOT_SERVING until told otherwise."""
+        await self.set_serving(False)
+        listen = self._config.listen
+        credentials = self._credentials()
+        try:
+            if credentials is None:
+                port = self.server.add_insecure_port(listen)
+            else:
+                port = self.server.add_secure_port(listen, credentials)
+        except RuntimeError as error:
+            raise ConfigError(f"cannot listen on {listen}: is the port taken? ({error})") from error
+        await self.server.start()
+        if listen.startswith("unix:"):
+            return listen
+        return f"{listen.rpartition(':')[0]}:{port}"
+
+    async def set_serving(self, serving: bool) -> None:
+        """What health checks answer, for every service on this port and for ""."""
+        status = (
+            health_pb2.HealthCheckResponse.SERVING
+            if serving
+            else health_pb2.HealthCheckResponse.NOT_SERVING
+        )
+        for name in ("", *self._names):
+            await self._health.set(name, status)
+
+    async def stop(self, grace_s: float) -> None:
+        """Refuse new calls, give live ones grace_s seconds, then cancel them."""
+        await self.server.stop(grace_s)
+
+    def _credentials(self) -> grpc.ServerCredentials | None:
+        config = self._config
+        if not config.tls_cert_file and not config.tls_key_file:
+            if config.tls_client_ca_file:
+                raise ConfigError("tls_client_ca_file needs tls_cert_file and tls_key_file")
+            return None
+        if not (config.tls_cert_file and config.tls_key_file):
+            raise ConfigError("tls_cert_file and tls_key_file go together")
+        client_ca = read_file(config.tls_client_ca_file) if config.tls_client_ca_file else None
+        return grpc.ssl_server_credentials(
+            [(read_file(config.tls_key_file), read_file(config.tls_cert_file))],
+            root_certificates=client_ca,
+            require_client_auth=client_ca is not None,
+        )
+
+
+async def wait_for_signal() -> None:
+    """Return at the first SIGTERM or SIGINT; a second one ends the process at once."""
+    loop = asyncio.get_running_loop()
+    asked = asyncio.Event()
+    signals = (signal.SIGTERM, signal.SIGINT)
+    for number in signals:
+        loop.add_signal_handler(number, asked.set)
+    try:
+        await asked.wait()
+    finally:
+        for number in signals:
+            loop.remove_signal_handler(number)
+            signal.signal(number, signal.SIG_DFL)
