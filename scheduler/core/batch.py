@@ -8,7 +8,7 @@ from dataclasses import dataclass
 
 import numpy as np
 
-from scheduler.core.plan import Admission, Int32Array, PassedOver, RowRequest, Victim
+from scheduler.core.plan import EMPTY_INT32, Admission, Int32Array, PassedOver, RowRequest, Victim
 from scheduler.core.request_table import IntpArray
 
 
@@ -21,6 +21,9 @@ class BatchColumns:
     num_scheduled: Int32Array  # drafts included
     goals: Int32Array  # known tokens and those in flight: below it a row is mid-prefill
     num_drafts: Int32Array | None  # None: nobody has any
+
+
+NOBODY_SCHEDULED = BatchColumns(np.empty(0, np.intp), EMPTY_INT32, EMPTY_INT32, EMPTY_INT32, None)
 
 
 class StepBatch:
@@ -97,6 +100,11 @@ class StepBatch:
         self.grown_rows += rows.tolist()
         self.grown_ids += block_ids
 
+    def has(self, row: int) -> bool:
+        """Whether a row is scheduled so far."""
+        self._flatten()
+        return any(entry[0] == row for entry in self.rows)
+
     def refund(self, row: int) -> bool:
         """Take a row out: its tokens return to the budget. False when it was not scheduled."""
         self._flatten()
@@ -114,11 +122,9 @@ class StepBatch:
     def columns(self) -> BatchColumns:
         """Everybody scheduled, as columns."""
         if not self.rows:
-            return self.vector or BatchColumns(
-                np.empty(0, np.intp), *(np.empty(0, np.int32) for _ in range(3)), None
-            )
-        table = np.array(self.rows, dtype=np.intp).T
-        walked = BatchColumns(table[0], *(column.astype(np.int32) for column in table[1:]))
+            return self.vector or NOBODY_SCHEDULED
+        table = np.array(self.rows, dtype=np.int32).T
+        walked = BatchColumns(table[0].astype(np.intp), table[1], table[2], table[3], table[4])
         if self.vector is None:
             return walked
         return _joined(self.vector, walked)

@@ -43,7 +43,7 @@ class BlockHashes:
             digests.append(parent)
 
     def advance(self, token_ids: NDArray[np.int32], num_blocks: int = BLOCKS_PER_SLICE) -> bool:
-        """Digest at most `num_blocks` more blocks of token_ids; True when all full ones are done."""
+        """Digest at most `num_blocks` more of token_ids; True when all full blocks are done."""
         num_full = len(token_ids) // self.block_size
         self.extend(token_ids, min(len(self.digests) + num_blocks, num_full))
         return len(self.digests) >= num_full

@@ -133,7 +133,7 @@ class BlockPool:
             holders: how many requests hold each block, by block id.
         """
         free = set(self._free)
-        assert 0 not in free and 0 not in holders, "the null block was given out"
+        assert 0 not in free | holders.keys(), "the null block was given out"
         for block_id in range(1, self.num_usable + 1):
             num_refs = self._num_refs[block_id]
             expected = holders.get(block_id, 0)

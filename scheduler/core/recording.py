@@ -1,9 +1,7 @@
 """Writes down a run: what went into a core and what it decided, as records of the trace format.
 
 A Recorder stands in front of a SchedulerCore and has its methods. The records are plain data; where
-they go (a file, a comparison) is the owner's business. Extensions to the reference's format, all
-optional: a step without `sched` (inputs came in another order than a step has), `now` in a step,
-`failed` in an update, and in a request `deadline`, `output`, `eos_token_ids`.
+they go (a file, a comparison) is the owner's business.
 """
 
 import zlib
@@ -21,17 +19,14 @@ from scheduler.core.plan import (
     Pause,
     RequestStatus,
     ResetOutcome,
-    SchedulerConfig,
     StepOutput,
     StepPlan,
     StepResult,
 )
 from scheduler.core.request import Request
 from scheduler.core.scheduler import SchedulerCore
+from scheduler.core.trace import Record, request_record
 
-Record = dict[str, Any]
-
-SCHEMA = "vllm-sched-trace/1"
 NUM_FREE_HEAD = 4
 
 _FINISH_NAMES = {
@@ -130,7 +125,7 @@ class Recorder:
         self._names.add(name)
         self._name_by_key[request.key] = name
         self._step.setdefault("add", []).append(name)
-        self._step.setdefault("requests", {})[name] = request_record(request, self._num_steps, now)
+        self._step.setdefault("requests", {})[name] = request_record(request, self._num_steps)
         self.core.add_request(request, now)
 
     def mark_ready(self, request_id: str) -> None:
@@ -302,37 +297,6 @@ class Recorder:
                     self._first_cached[name] = -1
             records.append(record)
         return records
-
-
-def request_record(request: NewRequest, arrival: int, now: float) -> Record:
-    """A request in the trace format."""
-    record: Record = {
-        "arrival": arrival,
-        "arrival_time": request.arrival_time,
-        "prompt": request.prompt_token_ids.tolist(),
-        "max_tokens": request.max_tokens,
-    }
-    optional: Record = {
-        "priority": request.priority,
-        "min_tokens": request.min_tokens,
-        "stop_token_ids": list(request.stop_token_ids),
-        "cache_salt": request.cache_salt,
-        "skip_reading_prefix_cache": request.skip_reading_prefix_cache,
-        "eos_token_ids": list(request.eos_token_ids),
-        "output": request.output_token_ids.tolist(),
-        "deadline": request.deadline,
-    }
-    record |= {name: value for name, value in optional.items() if value}
-    if request.needs_grammar:
-        record["blocked_until"] = arrival
-    if request.repetition is not None:
-        limit = request.repetition
-        record["repetition"] = {
-            "max_pattern_size": limit.max_pattern_size,
-            "min_pattern_size": limit.min_pattern_size,
-            "min_count": limit.min_count,
-        }
-    return record
 
 
 def state_record(

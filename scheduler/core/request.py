@@ -3,6 +3,7 @@
 import numpy as np
 
 from scheduler.core.block_hash import BlockHashes
+from scheduler.core.explain import History
 from scheduler.core.plan import Int32Array, NewRequest, RequestStatus
 
 BLOCKED_STATUSES = frozenset(
@@ -21,6 +22,7 @@ class Request:
     __slots__ = (
         "block_hashes",
         "drop_stale",
+        "history",
         "is_ready",
         "key",
         "num_cached_tokens",
@@ -35,7 +37,8 @@ class Request:
         "token_ids",
     )
 
-    def __init__(self, spec: NewRequest, block_size: int) -> None:
+    def __init__(self, spec: NewRequest, block_size: int, history: History) -> None:
+        self.history = history
         self.spec = spec
         self.key = spec.key
         self.request_id = spec.request_id

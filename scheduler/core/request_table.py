@@ -41,8 +41,8 @@ class RequestTable:
         # Counts admissions: tells a row's request from an earlier one of the same row.
         self.admission_id: Int64Array = np.full(num_rows, NOBODY, dtype=np.int64)
         self.key: Int64Array = np.zeros(num_rows, dtype=np.int64)
-        # [max_num_seqs, most ids of a running request], padded with NO_STOP_ID.
-        self.stop_ids: Int32Array = np.full((num_rows, 1), NO_STOP_ID, dtype=np.int32)
+        # Column i: each row's i-th stop id (EOS included) or NO_STOP_ID; as many as ever needed.
+        self.stop_columns: list[Int32Array] = []
         # Rows of these are touched (and so paged in) only as far as they are used.
         self.token_ids: Int32Array = np.empty(
             (num_rows, config.max_model_len + config.num_spec_tokens + 1), dtype=np.int32
@@ -102,7 +102,7 @@ class RequestTable:
         return row
 
     def vacate(self, row: int) -> None:
-        """Free a row whose request has left the running order already; it takes its tokens along."""
+        """Free a row whose request has left the running order; it takes its tokens along."""
         request = self.request(row)
         request.token_ids = self.tokens(row).copy()
         request.row = NO_ROW
@@ -134,15 +134,11 @@ class RequestTable:
         is_walked = request.spec.repetition is not None or len(ids) > MAX_VECTOR_STOP_IDS
         self.is_walked[row] = is_walked
         self.num_walked += is_walked
-        self.stop_ids[row] = NO_STOP_ID
-        if is_walked or not ids:
-            return
-        width = self.stop_ids.shape[1]
-        if len(ids) > width:
-            wider = np.full((len(self.stop_ids), len(ids)), NO_STOP_ID, dtype=np.int32)
-            wider[:, :width] = self.stop_ids
-            self.stop_ids = wider
-        self.stop_ids[row, : len(ids)] = ids
+        used_ids = () if is_walked else ids
+        while len(self.stop_columns) < len(used_ids):
+            self.stop_columns.append(_column(len(self.requests)))
+        for index, column in enumerate(self.stop_columns):
+            column[row] = used_ids[index] if index < len(used_ids) else NO_STOP_ID
 
 
 def _column(num_rows: int) -> Int32Array:

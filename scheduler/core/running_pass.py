@@ -1,15 +1,15 @@
 """Gives running requests their tokens, in the order of their admission.
 
 Everybody advances to the end of its known tokens, within the budget. When blocks run out, a victim
-loses its own until the request at hand fits or falls itself. The columns path serves all rows with a
-few vector operations when free blocks cover everybody; else the rows are walked one by one. Both give
-the same plan (tests/properties).
+loses its own until the request at hand fits or falls itself. The columns path serves all rows with
+a few vector operations when free blocks cover everybody; else the rows are walked one by one. Both
+give the same plan (tests/properties).
 """
 
 import numpy as np
 
 from scheduler.core.batch import BatchColumns, StepBatch
-from scheduler.core.plan import Int32Array, Victim
+from scheduler.core.plan import Int32Array
 from scheduler.core.request_table import BoolArray
 from scheduler.core.state import SchedulerState
 
@@ -48,16 +48,14 @@ class RunningPass:
         wanted = self._wanted(batch, goals, num_computed)
         is_served = wanted > 0
         if np.count_nonzero(is_served) < len(rows):
-            rows, num_computed, goals, wanted = (
-                column[is_served] for column in (rows, num_computed, goals, wanted)
-            )
+            rows, num_computed = rows[is_served], num_computed[is_served]
+            goals, wanted = goals[is_served], wanted[is_served]
         num_tokens = int(np.add.reduce(wanted))
         if num_tokens > batch.budget:
             num_tokens = batch.budget
-            num_served = _clip(wanted, num_tokens)
-            rows, num_computed, goals, wanted = (
-                column[:num_served] for column in (rows, num_computed, goals, wanted)
-            )
+            end = _clip(wanted, num_tokens)
+            rows, num_computed = rows[:end], num_computed[:end]
+            goals, wanted = goals[:end], wanted[:end]
         after = num_computed + wanted
         due = (after >= table.next_block_event[rows]).nonzero()[0]
         if len(due):
@@ -114,7 +112,9 @@ class RunningPass:
             while num_missing > self._kv.pool.num_free:
                 victim_position = self._victim_position()
                 victim_row = int(table.running_rows[victim_position])
-                was_scheduled = self._preempt(batch, victim_position, row, num_missing)
+                was_scheduled = self._state.displace(
+                    batch, victim_position, table.request(row), num_missing
+                )
                 if victim_row == row:
                     # The reference gives those behind it nothing in this step.
                     return
@@ -155,27 +155,10 @@ class RunningPass:
 
     def _victim_position(self) -> int:
         """Who loses its blocks: the youngest, or the least urgent under policy priority."""
-        table = self._table
-        if not self._is_priority:
-            # It has the least to recompute, and rejoins at the head of waiting.
-            return table.num_running - 1
-        rows = table.running_rows.tolist()
-        return max(range(len(rows)), key=lambda i: table.request(rows[i]).order_key[:2])
-
-    def _preempt(self, batch: StepBatch, position: int, for_row: int, num_missing: int) -> bool:
-        """Preempt who runs at a position; True when it had been scheduled in this step."""
-        table = self._table
-        trigger_id = table.request(for_row).request_id
-        row = table.leave(position)
-        num_lost = table.num_computed.item(row)
-        was_scheduled = batch.refund(row)
-        request = self._state.preempt(row, drop_output=False)
-        batch.victims.append(
-            Victim(
-                request.key, request.request_id, trigger_id, num_missing, num_lost, was_scheduled
-            )
-        )
-        return was_scheduled
+        if self._is_priority:
+            return self._state.least_urgent_position()
+        # It has the least to recompute, and rejoins at the head of waiting.
+        return self._table.num_running - 1
 
 
 def _clip(wanted: Int32Array, budget: int) -> int:

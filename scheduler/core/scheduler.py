@@ -7,8 +7,10 @@ give way. It knows no clock, no wire and no tensor; `now` is an argument.
 import numpy as np
 
 from scheduler.core.batch import BatchColumns, StepBatch
+from scheduler.core.explain import Explanation
 from scheduler.core.plan import (
     EMPTY_INT32,
+    NO_FACTS,
     FinishedRequest,
     Int32Array,
     NewRequest,
@@ -21,9 +23,8 @@ from scheduler.core.plan import (
     StepOutput,
     StepPlan,
     StepResult,
-    NO_FACTS,
+    WaitReason,
 )
-from scheduler.core.request import Request
 from scheduler.core.running_pass import RunningPass
 from scheduler.core.state import Flight, SchedulerState
 from scheduler.core.update import OutputUpdate
@@ -46,7 +47,6 @@ class SchedulerCore:
         self._waiting_pass = WaitingPass(self.state)
         self._update = OutputUpdate(self.state, max_walked_rows=max_walked_rows)
         self._pause = Pause.UNPAUSED
-        self._num_steps = 0
 
     @property
     def num_running(self) -> int:
@@ -70,11 +70,9 @@ class SchedulerCore:
 
     def add_request(self, request: NewRequest, now: float) -> None:
         """Queue a request that `refusal` has nothing against."""
-        state = self.state
-        assert request.key not in state.requests, f"key {request.key} is in use"
-        added = Request(request, self.config.block_size)
-        state.requests[request.key] = added
-        state.queues.add(added)
+        assert request.key not in self.state.requests, f"key {request.key} is in use"
+        self.state.now = now
+        self.state.add(request, now)
 
     def refusal(self, num_prompt_tokens: int, max_tokens: int) -> str | None:
         """Why such a request can never be served here, or None."""
@@ -106,13 +104,7 @@ class SchedulerCore:
         self, key: int, status: RequestStatus = RequestStatus.ABORTED
     ) -> FinishedRequest | None:
         """End a request now; its blocks are free at once. None: unknown or already finished."""
-        request = self.state.requests.get(key)
-        if request is None:
-            return None
-        table = self.state.table
-        if request.row >= 0:
-            table.leave(table.position(request.row))
-        return self.state.finish(request, status)
+        return self.state.end(key, status)
 
     def set_pause(self, pause: Pause) -> None:
         """Stop admissions, or everything, from the next step on."""
@@ -129,7 +121,7 @@ class SchedulerCore:
         preempted = []
         while reset_running and state.table.num_running:
             row = state.table.leave(state.table.num_running - 1)
-            preempted.append(state.preempt(row, drop_output=True).key)
+            preempted.append(state.preempt(row, cause=None).key)
         is_reset = state.kv.pool.num_free == state.kv.pool.num_usable
         if is_reset:
             state.kv.pool.forget_all()
@@ -137,14 +129,19 @@ class SchedulerCore:
 
     def schedule(self, now: float, *, throttle_prefills: bool = False) -> StepPlan:
         """Plan the next step."""
-        batch = self._begin(now, throttle_prefills=throttle_prefills)
+        batch = self._begin_step(now, throttle_prefills=throttle_prefills)
+        expired = self.state.expire()
         if self._pause is not Pause.PAUSED_ALL:
             self._running_pass.run(batch)
-            if not batch.victims and self._pause is Pause.UNPAUSED:
-                self._waiting_pass.run(batch)
+        if batch.victims:
+            self._waiting_pass.hold(batch, WaitReason.PREEMPTION)
+        elif self._pause is not Pause.UNPAUSED:
+            self._waiting_pass.hold(batch, WaitReason.PAUSED)
+        else:
+            self._waiting_pass.run(batch)
         columns = batch.columns()
-        plan = self._plan(batch, columns)
-        self._advance(plan.step_id, columns)
+        plan = self._plan(batch, columns, expired)
+        self._advance(columns)
         return plan
 
     def update(self, result: StepResult, now: float) -> StepOutput:
@@ -157,11 +154,25 @@ class SchedulerCore:
                 token_ids=EMPTY_INT32,
                 finished=(),
             )
+        self.state.now = now
         flight = self.state.flights.popleft()
         output = self._update.run(flight, result)
         if self.state.stale:
             self.state.forget_drained()
         return output
+
+    def explain(self, request_id: str) -> Explanation | None:
+        """What happened to a request and why; None: never seen, or ended too long ago."""
+        state = self.state
+        for position, request in enumerate(state.queues):
+            if request.request_id == request_id:
+                return request.history.explain(state.step_id, request.status, 0, position)
+        for row in state.table.running_rows.tolist():
+            request = state.table.request(row)
+            if request.request_id == request_id:
+                num_computed = state.table.num_computed.item(row)
+                return request.history.explain(state.step_id, request.status, num_computed, None)
+        return state.ledger.ended(request_id)
 
     def update_drafts(
         self, keys: list[int], num_drafts: Int32Array, draft_token_ids: Int32Array
@@ -186,16 +197,18 @@ class SchedulerCore:
         """Statistics of the admissions since the last call."""
         return self._waiting_pass.take_stats()
 
-    def _begin(self, now: float, *, throttle_prefills: bool) -> StepBatch:
-        batch = StepBatch(self._num_steps, now, self.config.max_num_batched_tokens)
-        self._num_steps += 1
+    def _begin_step(self, now: float, *, throttle_prefills: bool) -> StepBatch:
+        self.state.now = now
+        batch = StepBatch(self.state.step_id, now, self.config.max_num_batched_tokens)
         if throttle_prefills and not self._waiting_pass.is_saturated:
             table = self.state.table
             is_prefilling = table.is_prefill_chunk[table.running_rows]
             batch.is_deferring_prefills = not is_prefilling.all()
         return batch
 
-    def _plan(self, batch: StepBatch, columns: BatchColumns) -> StepPlan:
+    def _plan(
+        self, batch: StepBatch, columns: BatchColumns, expired: tuple[FinishedRequest, ...]
+    ) -> StepPlan:
         state = self.state
         num_drafts = draft_ids = np.empty(0, np.int32)
         if batch.has_drafts and columns.num_drafts is not None:
@@ -216,21 +229,25 @@ class SchedulerCore:
             draft_token_ids=draft_ids,
             admissions=tuple(batch.admissions),
             preempted_keys=tuple(victim.key for victim in batch.victims),
-            expired=(),
+            expired=expired,
             facts=_facts(batch),
         )
 
-    def _advance(self, step_id: int, columns: BatchColumns) -> None:
+    def _advance(self, columns: BatchColumns) -> None:
         """Count scheduled tokens as computed now, before the worker has run."""
         state = self.state
         table = state.table
         rows = columns.rows
+        step_id = state.step_id
+        state.step_id += 1
         if not len(rows):
             return
         after = columns.num_computed + columns.num_scheduled
         table.num_computed[rows] = after
         is_chunk = after < columns.goals
         table.is_prefill_chunk[rows] = is_chunk
+        for row in rows[is_chunk].tolist():
+            table.request(row).history.num_chunks += 1
         if self.config.num_spec_tokens:
             # Drafts that were not scheduled are lost; the next ones of a pipeline are the worker's.
             next_drafts = self.config.num_spec_tokens if state.is_pipelined else 0

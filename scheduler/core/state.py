@@ -3,18 +3,23 @@
 It carries out the transitions of a request (admit, preempt, finish); the passes decide them.
 """
 
+import heapq
 from collections import deque
 from dataclasses import dataclass
 
 import numpy as np
 
+from scheduler.core.batch import StepBatch
+from scheduler.core.explain import History, Ledger
 from scheduler.core.kv_cache import KvCache
 from scheduler.core.plan import (
     FinishedRequest,
     Int32Array,
     Int64Array,
+    NewRequest,
     RequestStatus,
     SchedulerConfig,
+    Victim,
 )
 from scheduler.core.queues import WaitingQueues
 from scheduler.core.request import NO_ROW, Request
@@ -32,6 +37,10 @@ class Flight:
     is_prefill_chunk: BoolArray
     num_drafts: Int32Array | None
 
+    def num_drafts_of(self, index: int) -> int:
+        """Drafts scheduled for one of the requests."""
+        return 0 if self.num_drafts is None else int(self.num_drafts[index])
+
 
 class SchedulerState:
     """The one owner of a scheduler's mutable state."""
@@ -41,6 +50,11 @@ class SchedulerState:
         self.table = RequestTable(config)
         self.kv = KvCache(config, self.table)
         self.queues = WaitingQueues(config.policy)
+        self.ledger = Ledger()
+        # The step being planned, or the next one; and the clock of the last call.
+        self.step_id = 0
+        self.now = 0.0
+        self._deadlines: list[tuple[float, int]] = []
         self.requests: dict[int, Request] = {}
         self.flights: deque[Flight] = deque()
         # Preempted requests with output in flight, by the admission that the output is from.
@@ -48,19 +62,64 @@ class SchedulerState:
         self.freed_rows: list[int] = []
         self.is_pipelined = config.pipeline_depth > 1
 
-    def preempt(self, row: int, *, drop_output: bool) -> Request:
+    def add(self, spec: NewRequest, now: float) -> None:
+        """Queue a new request."""
+        history = History(spec.request_id, self.step_id, now, len(self.queues))
+        request = Request(spec, self.config.block_size, history)
+        self.requests[spec.key] = request
+        self.queues.add(request)
+        if spec.deadline is not None:
+            heapq.heappush(self._deadlines, (spec.deadline, spec.key))
+
+    def preempt(self, row: int, cause: Victim | None) -> Request:
         """Put a request that left the running order back to waiting; its blocks become free.
 
-        Its output in flight is still delivered when it comes, or dropped.
+        Its output in flight is still delivered when it comes; without a cause within a step (the
+        prefix cache is reset) it is dropped.
         """
         table = self.table
         request = table.request(row)
-        self._note_output_in_flight(request, row, drop_output=drop_output)
-        self._free(request, row)
+        self._note_output_in_flight(request, row, drop_output=cause is None)
+        request.history.preempted(
+            self.step_id,
+            self.now,
+            table.num_computed.item(row),
+            cause.trigger_id if cause else "",
+            cause.num_needed_blocks if cause else 0,
+        )
+        self._free_row(row)
         request.status = RequestStatus.PREEMPTED
         request.num_preemptions += 1
         self.queues.waiting.push_front(request)
         return request
+
+    def displace(
+        self, batch: StepBatch, position: int, beneficiary: Request, num_needed: int
+    ) -> bool:
+        """Preempt who runs at a position for another request that needs blocks (or its slot).
+
+        Returns:
+            Whether it had been scheduled in this step; its tokens are back in the budget then.
+        """
+        row = self.table.leave(position)
+        request = self.table.request(row)
+        was_scheduled = batch.refund(row)
+        victim = Victim(
+            key=request.key,
+            request_id=request.request_id,
+            trigger_id=beneficiary.request_id,
+            num_needed_blocks=num_needed,
+            num_lost_tokens=self.table.num_computed.item(row),
+            was_scheduled=was_scheduled,
+        )
+        self.preempt(row, victim)
+        batch.victims.append(victim)
+        return was_scheduled
+
+    def least_urgent_position(self) -> int:
+        """Position of the greatest (priority, arrival_time); the first of equal ones."""
+        running = [self.table.request(row) for row in self.table.running_rows.tolist()]
+        return max(range(len(running)), key=lambda i: running[i].order_key[:2])
 
     def finish(
         self, request: Request, status: RequestStatus, stop_token_id: int | None = None
@@ -69,17 +128,43 @@ class SchedulerState:
 
         The caller takes its row out of the running order.
         """
+        num_computed = 0
         if request.row == NO_ROW:
             self.queues.remove(request)
         else:
-            self._free(request, request.row)
+            num_computed = self.table.num_computed.item(request.row)
+            self._free_row(request.row)
+        if request.num_stale_tokens:
+            self.stale = {i: other for i, other in self.stale.items() if other is not request}
         request.status = status
+        request.history.finished(self.step_id, self.now, num_computed, status)
+        self.ledger.keep(request.history)
         del self.requests[request.key]
         return FinishedRequest(
             request.key, request.request_id, status, stop_token_id, request.num_preemptions
         )
 
-    def _free(self, request: Request, row: int) -> None:
+    def end(self, key: int, status: RequestStatus) -> FinishedRequest | None:
+        """End a request wherever it is; None: it is unknown or has ended."""
+        request = self.requests.get(key)
+        if request is None:
+            return None
+        if request.row != NO_ROW:
+            self.table.leave(self.table.position(request.row))
+        return self.finish(request, status)
+
+    def expire(self) -> tuple[FinishedRequest, ...]:
+        """End every request whose deadline has passed."""
+        expired = []
+        while self._deadlines and self._deadlines[0][0] <= self.now:
+            deadline, key = heapq.heappop(self._deadlines)
+            request = self.requests.get(key)
+            # A key may have been used again since.
+            if request is not None and request.spec.deadline == deadline:
+                expired.append(self.end(key, RequestStatus.DEADLINE))
+        return tuple(one for one in expired if one is not None)
+
+    def _free_row(self, row: int) -> None:
         self.kv.release(row)
         self.table.vacate(row)
         self.freed_rows.append(row)

@@ -7,10 +7,11 @@ import numpy as np
 from scheduler.core.plan import Int32Array, RepetitionLimit, RequestStatus
 from scheduler.core.request import Request
 
+# A final status, and the stop token that brought it.
+End = tuple[RequestStatus, int | None]
 
-def stop_status(
-    request: Request, token_ids: Int32Array, max_model_len: int
-) -> tuple[RequestStatus, int | None] | None:
+
+def stop_status(request: Request, token_ids: Int32Array, max_model_len: int) -> End | None:
     """How a request ends, and by which stop token; None: it goes on.
 
     In this order: an EOS, a stop id, the length, repetition. min_tokens holds back all but the

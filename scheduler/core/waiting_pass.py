@@ -3,6 +3,7 @@
 Nobody overtakes a head that does not fit; only requests that wait on something else are set aside.
 """
 
+from collections import Counter
 from dataclasses import dataclass, replace
 
 from scheduler.core.batch import StepBatch
@@ -15,6 +16,7 @@ from scheduler.core.plan import (
     RowRequest,
     WaitReason,
 )
+from scheduler.core.queues import WaitingQueue
 from scheduler.core.request import Request
 from scheduler.core.state import SchedulerState
 
@@ -35,6 +37,7 @@ class WaitingPass:
         self._state = state
         config = state.config
         self._config = config
+        self._is_displacing = config.priority_preemption and config.policy == "priority"
         self._num_watermark_blocks = int(config.watermark * config.num_gpu_blocks)
         # Whether requests were left over when nothing held admissions back.
         self.is_saturated = False
@@ -45,9 +48,10 @@ class WaitingPass:
         queues = self._state.queues
         batch.end_running_pass()
         set_aside: list[Request] = []
-        while queues and batch.budget > 0:
-            if self._state.table.num_running >= self._config.max_num_seqs:
-                self._pass_over(batch, queues.next_queue().head(), WaitReason.SEQUENCE_SLOTS)
+        while queues:
+            full = self._full(batch)
+            if full is not None and not self._is_displacing:
+                self._pass_over(batch, queues.next_queue().head(), full)
                 break
             queue = queues.next_queue()
             request = queue.head()
@@ -56,16 +60,91 @@ class WaitingPass:
                 set_aside.append(queue.pop())
                 self._pass_over(batch, request, reason)
                 continue
-            fit = self._fit(batch, request)
-            if isinstance(fit, PassedOver):
-                batch.passed_over.append(fit)
+            if not self._admit_or_pass_over(batch, request, queue, full):
                 break
-            queue.pop()
-            self._admit(batch, request, fit)
         if not batch.is_deferring_prefills:
             self.is_saturated = len(queues.waiting) > 0
-        batch.num_behind_head = len(queues) - (len(batch.passed_over) - len(set_aside))
         queues.put_back(set_aside)
+        batch.num_behind_head = len(queues) - len(batch.passed_over)
+
+    def hold(self, batch: StepBatch, reason: WaitReason) -> None:
+        """Admit nobody in this step."""
+        queues = self._state.queues
+        if queues:
+            self._pass_over(batch, queues.next_queue().head(), reason)
+            batch.num_behind_head = len(queues) - 1
+
+    def _full(self, batch: StepBatch) -> WaitReason | None:
+        """Why nobody can be added, if so."""
+        if batch.budget <= 0:
+            return WaitReason.BUDGET
+        if self._state.table.num_running >= self._config.max_num_seqs:
+            return WaitReason.SEQUENCE_SLOTS
+        return None
+
+    def _admit_or_pass_over(
+        self, batch: StepBatch, request: Request, queue: WaitingQueue, full: WaitReason | None
+    ) -> bool:
+        """Look at the head of a queue; False: it has to wait, and so has everybody behind it."""
+        fit = self._fit(batch, request) if full is None else _passed_over(request, full)
+        if isinstance(fit, Fit):
+            queue.pop()
+            self._admit(batch, request, fit)
+            return True
+        if self._is_displacing and self._displace_for(batch, request, fit):
+            return True
+        self._note(batch, request, fit)
+        return False
+
+    def _displace_for(self, batch: StepBatch, request: Request, lack: PassedOver) -> bool:
+        """Preempt the least urgent running request for a strictly more urgent waiting one.
+
+        False when nobody runs who is less urgent, or when all of them together would not do. Equal
+        priorities never displace each other, and who fell in this step stays out of it, so nobody
+        goes back and forth.
+        """
+        state = self._state
+        if not state.table.num_running or any(v.key == request.key for v in batch.victims):
+            return False
+        position = state.least_urgent_position()
+        victim = state.table.request(int(state.table.running_rows[position]))
+        if victim.spec.priority <= request.spec.priority:
+            return False
+        if not self._would_help(batch, request, lack, victim):
+            return False
+        state.displace(batch, position, request, lack.num_needed_blocks)
+        return True
+
+    def _would_help(
+        self, batch: StepBatch, request: Request, lack: PassedOver, victim: Request
+    ) -> bool:
+        """Whether the victim, and others after it, have what the request lacks."""
+        if lack.reason is WaitReason.SEQUENCE_SLOTS:
+            return True
+        if lack.reason is WaitReason.BUDGET:
+            return batch.budget <= 0 and batch.has(victim.row)
+        if lack.reason in {WaitReason.BLOCKS, WaitReason.WATERMARK}:
+            num_needed = lack.num_needed_blocks + self._num_watermark_blocks
+            return num_needed <= self._num_obtainable_blocks(request)
+        return False
+
+    def _num_obtainable_blocks(self, request: Request) -> int:
+        """Blocks that are free once everybody less urgent has lost its own.
+
+        Those that it would be given anyhow, as prefix hits, do not count: they are not in its need
+        while somebody holds them.
+        """
+        state = self._state
+        hits = set(state.kv.find_prefix(request).block_ids)
+        table = state.table
+        held: Counter[int] = Counter()
+        for row in table.running_rows.tolist():
+            if table.request(row).spec.priority > request.spec.priority:
+                held.update(table.block_table[row, : table.num_blocks[row]].tolist())
+        pool = state.kv.pool
+        return pool.num_free + sum(
+            pool.num_refs(block) == count for block, count in held.items() if block not in hits
+        )
 
     def _not_ready(self, request: Request) -> WaitReason | None:
         """Why a request holds nobody up, or None; one that became ready is WAITING from here on."""
@@ -140,6 +219,7 @@ class WaitingPass:
         if request.num_cached_tokens < 0:
             request.num_cached_tokens = num_cached
         batch.admissions.append(Admission(request.key, request.request_id, num_cached, is_resumed))
+        request.history.admitted(batch.step_id, batch.now, num_cached, is_resumed=is_resumed)
         if state.kv.is_looked_up(request):
             self._count(num_tokens, num_cached, is_resumed=is_resumed)
 
@@ -165,9 +245,13 @@ class WaitingPass:
                 num_hit_tokens=stats.num_hit_tokens + num_hit_tokens,
             )
 
+    def _pass_over(self, batch: StepBatch, request: Request, reason: WaitReason) -> None:
+        self._note(batch, request, _passed_over(request, reason))
+
     @staticmethod
-    def _pass_over(batch: StepBatch, request: Request, reason: WaitReason) -> None:
-        batch.passed_over.append(_passed_over(request, reason))
+    def _note(batch: StepBatch, request: Request, fact: PassedOver) -> None:
+        batch.passed_over.append(fact)
+        request.history.passed_over(fact, batch.step_id, batch.now)
 
 
 def _passed_over(request: Request, reason: WaitReason) -> PassedOver:
