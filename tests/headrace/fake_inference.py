@@ -130,7 +130,8 @@ class FakeInference(inference_pb2_grpc.InferenceServicer):
 
     async def ListModels(self, request, context):
         response = inference_pb2.ListModelsResponse()
-        response.models.add(name=MODEL, max_model_len=2048, vocab_size=100, num_ready_workers=1)
+        ready = int(os.environ.get("FAKE_READY_WORKERS", "1"))
+        response.models.add(name=MODEL, max_model_len=2048, vocab_size=100, num_ready_workers=ready)
         return response
 
     async def GetPool(self, request, context):
