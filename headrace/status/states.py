@@ -1,0 +1,112 @@
+"""What states a request can be in, and which change is whose.
+
+The one table. It knows no store and no clock; `store` applies it by compare-and-set.
+
+An epoch counts dispatches of a request. A change keeps the epoch, except that a router which
+takes a live request back (its scheduler is gone, or everything restarted) raises it: what the
+old scheduler still writes is then refused.
+"""
+
+from enum import StrEnum
+
+
+class State(StrEnum):
+    """Where a request stands, for its caller."""
+
+    QUEUED = "QUEUED"
+    REJECTED = "REJECTED"
+    EXPIRED = "EXPIRED"
+    DISPATCHED = "DISPATCHED"
+    RUNNING = "RUNNING"
+    PREEMPTED = "PREEMPTED"
+    STOPPED = "STOPPED"
+    LENGTH_CAPPED = "LENGTH_CAPPED"
+    REPETITION = "REPETITION"
+    ABORTED = "ABORTED"
+    ERROR = "ERROR"
+    DEADLINE = "DEADLINE"
+
+    @property
+    def is_final(self) -> bool:
+        """Whether nothing follows."""
+        return self not in _LIVE
+
+
+class Writer(StrEnum):
+    """Who writes."""
+
+    ROUTER = "router"
+    SCHEDULER = "scheduler"
+
+
+_LIVE = frozenset({State.QUEUED, State.DISPATCHED, State.RUNNING, State.PREEMPTED})
+
+# (from, to) -> the one writer, within an epoch. None: there is no record yet.
+_TRANSITIONS: dict[tuple[State | None, State], Writer] = {
+    (None, State.QUEUED): Writer.ROUTER,
+    (None, State.REJECTED): Writer.ROUTER,
+    (State.QUEUED, State.DISPATCHED): Writer.ROUTER,
+    (State.QUEUED, State.EXPIRED): Writer.ROUTER,
+    (State.QUEUED, State.ABORTED): Writer.ROUTER,
+    (State.QUEUED, State.ERROR): Writer.ROUTER,
+    (State.DISPATCHED, State.RUNNING): Writer.SCHEDULER,
+    # A re-dispatched request may find its stop string in tokens of before.
+    (State.DISPATCHED, State.STOPPED): Writer.SCHEDULER,
+    (State.DISPATCHED, State.ABORTED): Writer.SCHEDULER,
+    (State.DISPATCHED, State.ERROR): Writer.SCHEDULER,
+    (State.DISPATCHED, State.DEADLINE): Writer.SCHEDULER,
+    (State.RUNNING, State.PREEMPTED): Writer.SCHEDULER,
+    (State.RUNNING, State.STOPPED): Writer.SCHEDULER,
+    (State.RUNNING, State.LENGTH_CAPPED): Writer.SCHEDULER,
+    (State.RUNNING, State.REPETITION): Writer.SCHEDULER,
+    (State.RUNNING, State.ABORTED): Writer.SCHEDULER,
+    (State.RUNNING, State.ERROR): Writer.SCHEDULER,
+    (State.RUNNING, State.DEADLINE): Writer.SCHEDULER,
+    (State.PREEMPTED, State.RUNNING): Writer.SCHEDULER,
+    # The router may find a stop string in tokens that came just before the preemption.
+    (State.PREEMPTED, State.STOPPED): Writer.SCHEDULER,
+    (State.PREEMPTED, State.ABORTED): Writer.SCHEDULER,
+    (State.PREEMPTED, State.ERROR): Writer.SCHEDULER,
+    (State.PREEMPTED, State.DEADLINE): Writer.SCHEDULER,
+}
+
+# From any live state, with a greater epoch, and by the router alone.
+_RETAKEN = frozenset({State.QUEUED, State.DISPATCHED})
+
+
+def sources(target: State, writer: Writer) -> frozenset[State | None]:
+    """States from which `writer` may change to `target` in the same epoch; None: no record."""
+    return frozenset(
+        source for (source, to), who in _TRANSITIONS.items() if to is target and who is writer
+    )
+
+
+def retake_sources(target: State, writer: Writer) -> frozenset[State]:
+    """States from which `writer` may change to `target` by raising the epoch."""
+    return _LIVE if writer is Writer.ROUTER and target in _RETAKEN else frozenset()
+
+
+def writes(target: State, writer: Writer) -> bool:
+    """Whether `target` is ever this writer's to write."""
+    return bool(sources(target, writer))
+
+
+def can_become(state: State, target: State) -> bool:
+    """Whether `target` can follow `state` by one or more changes of anybody.
+
+    Router and scheduler write on their own connections, so the scheduler's RUNNING can come
+    before the router's DISPATCHED; such a change is early, not wrong.
+    """
+    return target in _FOLLOWERS[state]
+
+
+def _followers(state: State) -> frozenset[State]:
+    found: set[State] = set()
+    frontier = {state}
+    while frontier:
+        frontier = {to for (source, to) in _TRANSITIONS if source in frontier} - found
+        found |= frontier
+    return frozenset(found)
+
+
+_FOLLOWERS = {state: _followers(state) for state in State}

@@ -1,0 +1,315 @@
+"""The status of requests, in anything that speaks the Redis protocol (7.0 or newer).
+
+One record per request under a key that is hash-tagged by its id, and one script that compares
+and sets it: the state table, the epoch and the TTL in one step. Nothing here decides which
+change is legal (`states` does) or when it is written (`write_behind` does).
+"""
+
+import logging
+import re
+import time
+from collections.abc import Callable, Iterable, Sequence
+from dataclasses import fields
+from typing import Any, Self, cast
+
+import redis.asyncio
+from redis.asyncio.retry import Retry
+from redis.backoff import NoBackoff
+from redis.exceptions import (
+    AuthenticationError,
+    AuthenticationWrongNumberOfArgsError,
+    AuthorizationError,
+    NoPermissionError,
+    NoScriptError,
+    RedisError,
+)
+
+from headrace.service.errors import ServiceError, unavailable
+from headrace.status import states
+from headrace.status.records import Outcome, Record, Update, Verdict
+from headrace.status.states import State, Writer
+from headrace.status.write_behind import Batch, WriteBehind
+
+logger = logging.getLogger(__name__)
+
+# Never retried: trying again with a wrong password locks accounts and helps nobody.
+_CREDENTIAL_ERRORS = (
+    AuthenticationError,
+    AuthenticationWrongNumberOfArgsError,
+    AuthorizationError,
+    NoPermissionError,
+)
+
+_SCRIPT = """
+local state, epoch = unpack(redis.call('HMGET', KEYS[1], 'state', 'epoch'))
+local target, new_epoch = ARGV[1], tonumber(ARGV[2])
+local function listed(states) return string.find(states, ' ' .. state .. ' ', 1, true) end
+local verdict
+if not state then
+  verdict = ARGV[3] == '1' and 'APPLIED' or 'EARLY'
+elseif new_epoch < tonumber(epoch) then
+  verdict = 'STALE'
+elseif new_epoch > tonumber(epoch) then
+  verdict = listed(ARGV[5]) and 'APPLIED' or listed(ARGV[7]) and 'EARLY' or 'ILLEGAL'
+elseif state == target then
+  verdict = 'REPEATED'
+else
+  verdict = listed(ARGV[4]) and 'APPLIED' or listed(ARGV[6]) and 'EARLY' or 'ILLEGAL'
+end
+if verdict == 'APPLIED' or (verdict == 'REPEATED' and ARGV[9] == '0') then
+  redis.call('HSET', KEYS[1], unpack(ARGV, 10))
+  redis.call('PEXPIRE', KEYS[1], ARGV[8])
+end
+return {verdict, state or '', tonumber(epoch or '0')}
+"""
+
+
+_UPDATE_FIELDS = tuple(
+    f.name for f in fields(Update) if f.name not in {"request_id", "state", "epoch", "time_unix_s"}
+)
+_VALID_ID = re.compile(r"[A-Za-z0-9._:-]{1,128}")
+
+
+class StatusStore:
+    """One writer's view of the store. Owns its connections; `aclose` gives them back.
+
+    `record` is for the token path: it returns at once and a task (`run`) writes in batches.
+    `apply` and `get` talk to the store and wait for it. With an empty URL there is no store:
+    nothing is kept and nothing fails.
+    """
+
+    def __init__(
+        self,
+        url: str,
+        writer: Writer,
+        *,
+        live_ttl_s: float = 24 * 3600.0,
+        finished_ttl_s: float = 3600.0,
+        timeout_s: float = 2.0,
+        max_pending_requests: int = 100_000,
+        prefix: str = "headrace",
+        clock: Callable[[], float] = time.monotonic,
+    ) -> None:
+        """Connects later; raises ValueError for a URL of an unknown kind.
+
+        Args:
+            url: redis://, rediss:// (TLS) or unix:// with password, user and db as redis-py
+                takes them; "" is no store.
+            writer: which transitions are ours.
+            live_ttl_s: a record's life after its last change while its request lives.
+            finished_ttl_s: its life after the request's end.
+            timeout_s: how long a connection or an answer may take.
+            max_pending_requests: records kept waiting while the store is away; more are dropped.
+            prefix: first part of every key, for several pools on one server.
+            clock: monotonic seconds.
+        """
+        self._writer = writer
+        self._ttl_ms = {False: int(live_ttl_s * 1000), True: int(finished_ttl_s * 1000)}
+        self._prefix = prefix
+        self._rules = {state: self._rules_of(state) for state in State}
+        self._client = _client(url, timeout_s) if url else None
+        self._script_sha = ""
+        self._behind = WriteBehind(
+            self._write_batch, max_requests=max_pending_requests, clock=clock
+        )
+
+    async def __aenter__(self) -> Self:
+        return self
+
+    async def __aexit__(self, *_: object) -> None:
+        await self.aclose()
+
+    @property
+    def is_configured(self) -> bool:
+        """Whether there is a store at all."""
+        return self._client is not None
+
+    @property
+    def is_durable(self) -> bool:
+        """Whether what was recorded lately has reached the store."""
+        return self._client is not None and self._behind.is_healthy
+
+    @property
+    def num_refused(self) -> int:
+        """Recorded updates that the store refused, or that were dropped while it was away."""
+        return self._behind.num_refused
+
+    def record(self, update: Update) -> None:
+        """Notes a change and returns at once; `run` writes it. Order per request is kept.
+
+        ValueError: the state is never this writer's to write, or the id is not one.
+        """
+        self._check(update)
+        if self._client is not None:
+            self._behind.put(update)
+
+    async def run(self) -> None:
+        """Writes what is recorded, until cancelled. Never raises because of the store."""
+        if self._client is not None:
+            await self._behind.run()
+
+    async def flush(self, timeout_s: float) -> bool:
+        """Waits until everything recorded so far was written or refused; False: it was not."""
+        return self._client is None or await self._behind.flush(timeout_s)
+
+    async def ping(self) -> None:
+        """Raises ServiceError when the store cannot be used; says whether to fix or to wait."""
+        if self._client is not None:
+            try:
+                await cast("Any", self._client.ping())
+            except (RedisError, OSError) as error:
+                raise _as_service_error(error) from error
+
+    async def apply(self, update: Update) -> Outcome:
+        """Compare-and-set now. ServiceError when the store is away; APPLIED if there is none."""
+        self._check(update)
+        if self._client is None:
+            return Outcome(Verdict.APPLIED, None, 0)
+        try:
+            (outcome,) = await self._evaluate([update])
+        except (RedisError, OSError) as error:
+            raise _as_service_error(error) from error
+        return outcome
+
+    async def get(self, request_id: str) -> Record | None:
+        """The record, None when there is none (any more). ServiceError: the store is away."""
+        if self._client is None or not _VALID_ID.fullmatch(request_id):
+            return None
+        try:
+            values = await cast("Any", self._client.hgetall(self.key(request_id)))
+        except (RedisError, OSError) as error:
+            raise _as_service_error(error) from error
+        return _record(request_id, values) if values else None
+
+    def key(self, request_id: str) -> str:
+        """Where the record lies; the braces keep all keys of a request on one cluster node."""
+        return f"{self._prefix}:{{{request_id}}}:status"
+
+    async def aclose(self) -> None:
+        """Closes the connections. What is not written yet is lost: `flush` first."""
+        if self._client is not None:
+            await self._client.aclose()
+
+    def _check(self, update: Update) -> None:
+        if not _VALID_ID.fullmatch(update.request_id):
+            raise ValueError(f"{update.request_id!r} is not a request id")
+        if not states.writes(update.state, self._writer):
+            raise ValueError(f"{update.state} is never written by the {self._writer}")
+
+    async def _write_batch(self, updates: Sequence[Update]) -> Batch:
+        """For `WriteBehind`: which updates are done, which are early, or what is broken."""
+        try:
+            outcomes = await self._evaluate(updates)
+        # OSError: what a dying connection can still raise past redis-py.
+        except (RedisError, OSError) as error:
+            if not _refuses_us(error):
+                return Batch(failure=f"{type(error).__name__}: {error}")
+            logger.error("status store refused us, records are not kept: %s", error)
+            return Batch(is_fatal=True)
+        refused = {Verdict.STALE, Verdict.ILLEGAL}
+        for update, outcome in zip(updates, outcomes, strict=True):
+            if outcome.verdict in refused:
+                logger.debug("status of %s: %s %s", update.request_id, update.state, outcome)
+        return Batch(
+            early=[o.verdict is Verdict.EARLY for o in outcomes],
+            num_refused=sum(o.verdict in refused for o in outcomes),
+        )
+
+    async def _evaluate(self, updates: Sequence[Update]) -> list[Outcome]:
+        """Runs the script for each update, in one round trip; a ping when there is none."""
+        client = self._client
+        assert client is not None, "only called with a store"
+        if not updates:
+            await cast("Any", client.ping())
+            return []
+        if not self._script_sha:
+            self._script_sha = await cast("Any", client.script_load(_SCRIPT))
+        try:
+            return await self._pipelined(client, updates)
+        except NoScriptError:
+            # A restarted or flushed server. Updates that came through are repeated harmlessly.
+            self._script_sha = await cast("Any", client.script_load(_SCRIPT))
+            return await self._pipelined(client, updates)
+
+    async def _pipelined(
+        self, client: redis.asyncio.Redis, updates: Sequence[Update]
+    ) -> list[Outcome]:
+        pipeline = client.pipeline(transaction=False)
+        for update in updates:
+            arguments = [self.key(update.request_id), *self._arguments(update)]
+            cast("Any", pipeline.evalsha(self._script_sha, 1, *arguments))
+        return [
+            Outcome(Verdict(verdict), State(state) if state else None, int(epoch))
+            for verdict, state, epoch in await pipeline.execute()
+        ]
+
+    def _arguments(self, update: Update) -> list[str]:
+        """The script's ARGV."""
+        values: list[object] = ["state", update.state, "epoch", update.epoch]
+        values += ["update_time_unix_s", update.time_unix_s]
+        for name in _UPDATE_FIELDS:
+            if (value := getattr(update, name)) is not None:
+                values += [name, value]
+        return [update.state, str(update.epoch), *self._rules[update.state], *map(str, values)]
+
+    def _rules_of(self, target: State) -> tuple[str, ...]:
+        """The script's ARGV 3 to 9: what the table says of a target."""
+        sources = states.sources(target, self._writer)
+        return (
+            "1" if None in sources else "0",
+            _listed(s for s in sources if s is not None),
+            _listed(states.retake_sources(target, self._writer)),
+            _listed(s for s in State if states.can_become(s, target)),
+            _listed(s for s in State if not s.is_final),
+            str(self._ttl_ms[target.is_final]),
+            "1" if target.is_final else "0",
+        )
+
+
+def _listed(names: Iterable[str]) -> str:
+    return f" {' '.join(sorted(names))} "
+
+
+def _client(url: str, timeout_s: float) -> redis.asyncio.Redis:
+    # No retries inside the client: under Sentinel a retried command can stay with a dead master
+    # and be written to it later. `WriteBehind` tries again with a fresh connection.
+    return redis.asyncio.Redis.from_url(
+        url,
+        decode_responses=True,
+        socket_timeout=timeout_s,
+        socket_connect_timeout=timeout_s,
+        retry=Retry(NoBackoff(), 0),
+    )
+
+
+def _refuses_us(error: Exception) -> bool:
+    """Whether it is about credentials; redis-py wraps what a new unix connection raises."""
+    return isinstance(error, _CREDENTIAL_ERRORS) or isinstance(error.__cause__, _CREDENTIAL_ERRORS)
+
+
+def _as_service_error(error: Exception) -> ServiceError:
+    if _refuses_us(error):
+        text = f"the status store refuses our credentials ({error}); correct the store URL"
+        return unavailable("STORE_REFUSED", text)
+    text = f"the status store cannot be reached ({error}); try again when it is back"
+    return unavailable("STORE_UNAVAILABLE", text, retry_after_s=1.0)
+
+
+def _record(request_id: str, values: dict[str, str]) -> Record:
+    """A record from its hash; fields that later versions add are ignored."""
+    update_time = float(values["update_time_unix_s"])
+    return Record(
+        request_id=request_id,
+        state=State(values["state"]),
+        epoch=int(values["epoch"]),
+        create_time_unix_s=float(values.get("create_time_unix_s", update_time)),
+        update_time_unix_s=update_time,
+        tenant=values.get("tenant", ""),
+        model=values.get("model", ""),
+        prompt_tokens=int(values.get("prompt_tokens", 0)),
+        completion_tokens=int(values.get("completion_tokens", 0)),
+        detail=values.get("detail", ""),
+        router_id=values.get("router_id", ""),
+        scheduler_id=values.get("scheduler_id", ""),
+        worker_id=values.get("worker_id", ""),
+    )

@@ -1,0 +1,74 @@
+"""A real OTLP/gRPC trace receiver inside the test process."""
+
+import threading
+from concurrent import futures
+from dataclasses import dataclass
+from typing import Any
+
+import grpc
+from opentelemetry.proto.collector.trace.v1 import trace_service_pb2, trace_service_pb2_grpc
+
+
+@dataclass(frozen=True)
+class ReceivedSpan:
+    """One exported span, ids as hex."""
+
+    service: str
+    name: str
+    trace_id: str
+    span_id: str
+    parent_id: str
+    kind: int
+    attributes: dict[str, Any]
+    status: int
+    links: tuple[str, ...]
+
+
+def _values(attributes):
+    return {a.key: getattr(a.value, a.value.WhichOneof("value")) for a in attributes}
+
+
+class OtlpReceiver(trace_service_pb2_grpc.TraceServiceServicer):
+    """Collects spans; `wait` blocks until enough have come."""
+
+    def __init__(self) -> None:
+        self.spans: list[ReceivedSpan] = []
+        self._news = threading.Condition()
+        self._server = grpc.server(futures.ThreadPoolExecutor(2))
+        trace_service_pb2_grpc.add_TraceServiceServicer_to_server(self, self._server)
+        port = self._server.add_insecure_port("127.0.0.1:0")
+        self.endpoint = f"http://127.0.0.1:{port}"
+        self._server.start()
+
+    def Export(self, request, context):
+        with self._news:
+            for group in request.resource_spans:
+                service = _values(group.resource.attributes).get("service.name", "")
+                for scope in group.scope_spans:
+                    self.spans.extend(self._span(service, s) for s in scope.spans)
+            self._news.notify_all()
+        return trace_service_pb2.ExportTraceServiceResponse()
+
+    @staticmethod
+    def _span(service, span) -> ReceivedSpan:
+        return ReceivedSpan(
+            service=service,
+            name=span.name,
+            trace_id=span.trace_id.hex(),
+            span_id=span.span_id.hex(),
+            parent_id=span.parent_span_id.hex(),
+            kind=span.kind,
+            attributes=_values(span.attributes),
+            status=span.status.code,
+            links=tuple(link.span_id.hex() for link in span.links),
+        )
+
+    def wait(self, num_spans: int, timeout_s: float = 10.0) -> list[ReceivedSpan]:
+        """The spans, once there are that many."""
+        with self._news:
+            came = self._news.wait_for(lambda: len(self.spans) >= num_spans, timeout_s)
+            assert came, f"{len(self.spans)} spans came, {num_spans} wanted"
+            return list(self.spans)
+
+    def stop(self) -> None:
+        self._server.stop(None).wait()

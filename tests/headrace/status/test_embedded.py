@@ -1,0 +1,123 @@
+"""The embedded Valkey: started, private, restarted, and gone with us."""
+
+import asyncio
+import os
+import signal
+import stat
+import sys
+import tempfile
+from pathlib import Path
+
+import psutil
+import pytest
+import redis.asyncio
+from redis.exceptions import AuthenticationError
+
+from headrace.status import embedded as embedded_module
+from headrace.status.embedded import EmbeddedStore, EmbeddedStoreError, find_server
+from tests.headrace.waiting import eventually
+
+pytestmark = pytest.mark.system
+
+
+async def test_it_is_private_and_asks_for_its_password(embedded):
+    socket = Path(embedded.url.removeprefix("unix://").partition("?")[0])
+    assert stat.S_IMODE(socket.parent.stat().st_mode) == 0o700
+    async with redis.asyncio.Redis.from_url(f"unix://{socket}") as stranger:
+        with pytest.raises(redis.ConnectionError) as refused:
+            await stranger.ping()
+    assert isinstance(refused.value.__cause__, AuthenticationError)
+    command_line = " ".join(psutil.Process(embedded.pid).cmdline())
+    assert embedded.url.rpartition("=")[2] not in command_line
+
+
+async def test_it_listens_on_no_port(embedded):
+    connections = psutil.Process(embedded.pid).net_connections("inet")
+    assert not [c for c in connections if c.status == psutil.CONN_LISTEN]
+
+
+async def test_it_is_started_again_with_its_data_when_it_is_killed(embedded):
+    async with redis.asyncio.Redis.from_url(embedded.url) as client:
+        await client.set("key", "value", ex=1000)
+        before = embedded.pid
+        os.kill(before, signal.SIGKILL)
+
+        async def is_back():
+            try:
+                return embedded.pid != before and await client.get("key") == b"value"
+            except (redis.ConnectionError, OSError):
+                return False
+
+        await eventually(is_back)
+
+
+async def test_it_leaves_nothing_behind_when_stopped():
+    async with EmbeddedStore() as server:
+        pid, folder = server.pid, server._private_dir
+    assert not psutil.pid_exists(pid)
+    assert folder is not None
+    assert not folder.exists()
+
+
+async def test_a_data_folder_that_is_given_outlives_it(tmp_path):
+    for _ in range(2):
+        async with (
+            EmbeddedStore(tmp_path / "data") as server,
+            redis.asyncio.Redis.from_url(server.url) as client,
+        ):
+            count = await client.incr("count")
+            await client.expire("count", 1000)
+    assert count == 2
+
+
+async def test_a_server_that_cannot_start_says_why(tmp_path):
+    broken = tmp_path / "valkey-server"
+    broken.write_text("#!/bin/sh\necho out of cheese >&2\nexit 3\n")
+    broken.chmod(0o755)
+    with pytest.raises(EmbeddedStoreError, match="out of cheese"):
+        async with EmbeddedStore(server=broken):
+            pass
+
+
+def test_a_server_on_path_comes_first(tmp_path, monkeypatch):
+    assert find_server().exists()
+    own = tmp_path / "redis-server"
+    own.write_text("")
+    own.chmod(0o755)
+    monkeypatch.setenv("PATH", str(tmp_path))
+    assert embedded_module.find_server() == own
+
+
+PARENT = """
+import asyncio
+from headrace.status.embedded import EmbeddedStore
+
+async def main():
+    async with EmbeddedStore() as server:
+        print(server.pid, server._private_dir, flush=True)
+        await asyncio.Event().wait()
+
+asyncio.run(main())
+"""
+
+
+def folders():
+    return set(map(str, Path(tempfile.gettempdir()).glob("headrace-*")))
+
+
+async def test_it_dies_with_a_parent_that_is_killed():
+    parent = await asyncio.create_subprocess_exec(
+        sys.executable, "-c", PARENT, stdout=asyncio.subprocess.PIPE
+    )
+    assert parent.stdout is not None
+    pid, folder = (await parent.stdout.readline()).decode().split()
+    child = psutil.Process(int(pid))
+    parent.kill()
+    await parent.communicate()
+
+    async def is_gone():
+        return not child.is_running() or child.status() == psutil.STATUS_ZOMBIE
+
+    await eventually(is_gone)
+    async with EmbeddedStore():
+        assert folder not in folders(), "the next start clears up"

@@ -1,0 +1,180 @@
+"""Recording without waiting: with a real store that goes away, and with a scripted one."""
+
+import asyncio
+from contextlib import asynccontextmanager
+
+from headrace.status import write_behind
+from headrace.status.records import Update
+from headrace.status.states import State, Writer
+from headrace.status.store import StatusStore
+from headrace.status.write_behind import Batch, WriteBehind
+
+
+def update(state, request_id="r1", epoch=1, **known):
+    return Update(request_id=request_id, state=state, epoch=epoch, time_unix_s=1.0, **known)
+
+
+@asynccontextmanager
+async def running(behind):
+    task = asyncio.create_task(behind.run())
+    try:
+        yield behind
+    finally:
+        task.cancel()
+        await asyncio.gather(task, return_exceptions=True)
+
+
+class ScriptedStore:
+    """Answers batches in turn, the last answer for ever; keeps what was written."""
+
+    def __init__(self, *answers: Batch | None) -> None:
+        self._answers = list(answers) or [None]
+        self.written: list[list[tuple[str, State]]] = []
+
+    async def write(self, updates):
+        if updates:
+            self.written.append([(u.request_id, u.state) for u in updates])
+        answer = self._answers.pop(0) if len(self._answers) > 1 else self._answers[0]
+        return answer if answer is not None else Batch(early=[False] * len(updates))
+
+
+def behind(store, *, max_requests=100, clock=lambda: 0.0):
+    return WriteBehind(store.write, max_requests=max_requests, clock=clock)
+
+
+async def test_updates_of_both_writers_arrive_in_order_whoever_is_first(embedded):
+    router = StatusStore(embedded.url, Writer.ROUTER)
+    scheduler = StatusStore(embedded.url, Writer.SCHEDULER)
+    async with router, scheduler, running(scheduler):
+        for state in (State.RUNNING, State.PREEMPTED, State.RUNNING, State.LENGTH_CAPPED):
+            scheduler.record(update(state, completion_tokens=4))
+        assert not await scheduler.flush(0.1)
+        assert scheduler.is_durable
+        async with running(router):
+            router.record(update(State.QUEUED, model="m"))
+            router.record(update(State.DISPATCHED))
+            assert await router.flush(5)
+        assert await scheduler.flush(5)
+        record = await router.get("r1")
+        assert record is not None
+        assert (record.state, record.model) == (State.LENGTH_CAPPED, "m")
+        assert record.completion_tokens == 4
+
+
+async def test_recording_goes_on_when_the_store_dies_and_catches_up(embedded):
+    async with StatusStore(embedded.url, Writer.ROUTER) as store, running(store):
+        store.record(update(State.QUEUED))
+        assert await store.flush(5)
+        assert store.is_durable
+        process = embedded._process
+        process.kill()
+        await process.wait()
+        store.record(update(State.DISPATCHED))
+        store.record(update(State.QUEUED, request_id="r2"))
+        assert await store.flush(10)
+        assert store.is_durable
+        first, second = await store.get("r1"), await store.get("r2")
+        assert first is not None
+        assert second is not None
+        assert (first.state, second.state) == (State.DISPATCHED, State.QUEUED)
+
+
+async def test_a_store_that_is_away_is_not_durable_and_is_found_again(monkeypatch):
+    monkeypatch.setattr(write_behind, "_FIRST_BACKOFF_S", 0.001)
+    store = ScriptedStore(Batch(failure="gone"), Batch(failure="gone"), None)
+    async with running(behind(store)) as queue:
+        queue.put(update(State.QUEUED))
+        assert not queue.is_healthy
+        assert await queue.flush(5)
+        assert queue.is_healthy
+    assert store.written == [[("r1", State.QUEUED)]] * 3
+
+
+async def test_what_never_becomes_possible_is_dropped_after_a_while():
+    times = iter([0.0, 1.0, 4.0, 6.0, 7.0])
+    store = ScriptedStore(Batch(early=[True]))
+    async with running(behind(store, clock=lambda: next(times))) as queue:
+        queue.put(update(State.RUNNING))
+        assert await queue.flush(5)
+        assert queue.num_refused == 1
+    assert len(store.written) == 4
+
+
+async def test_only_what_follows_an_early_update_is_written_again():
+    store = ScriptedStore(Batch(early=[False, True, True, False]), None)
+    queue = behind(store)
+    for state in (State.QUEUED, State.DISPATCHED, State.ABORTED):
+        queue.put(update(state))
+    queue.put(update(State.QUEUED, request_id="r2"))
+    async with running(queue):
+        assert await queue.flush(5)
+    assert store.written[1:] == [[("r1", State.DISPATCHED), ("r1", State.ABORTED)]]
+
+
+async def test_newer_updates_queue_behind_those_that_are_written_again():
+    queue = behind(store := ScriptedStore())
+    release = asyncio.Event()
+    entered = asyncio.Event()
+
+    async def slow(updates):
+        if not entered.is_set():
+            entered.set()
+            await release.wait()
+            return Batch(failure="gone")
+        return await store.write(updates)
+
+    queue._write = slow
+    queue.put(update(State.QUEUED))
+    async with running(queue):
+        await entered.wait()
+        queue.put(update(State.DISPATCHED))
+        release.set()
+        assert await queue.flush(5)
+    assert store.written == [[("r1", State.QUEUED), ("r1", State.DISPATCHED)]]
+
+
+async def test_the_queue_is_bounded_and_counts_what_it_drops():
+    queue = behind(store := ScriptedStore(), max_requests=2)
+    for n in range(5):
+        queue.put(update(State.QUEUED, request_id=f"r{n}"))
+    queue.put(update(State.DISPATCHED, request_id="r0"))
+    assert queue.num_refused == 3
+    async with running(queue):
+        assert await queue.flush(5)
+    ids = {request_id for batch in store.written for request_id, _ in batch}
+    assert ids == {"r0", "r1"}
+
+
+async def test_flapping_while_nobody_looks_stays_short():
+    queue = behind(store := ScriptedStore())
+    queue.put(update(State.RUNNING, worker_id="w", completion_tokens=1))
+    for n in range(2, 100, 2):
+        queue.put(update(State.PREEMPTED, completion_tokens=n))
+        queue.put(update(State.RUNNING, completion_tokens=n + 1))
+    (merged,) = queue._pending["r1"].updates
+    assert (merged.state, merged.worker_id) == (State.RUNNING, "w")
+    assert merged.completion_tokens == 99
+    async with running(queue):
+        assert await queue.flush(5)
+    assert len(store.written) == 1
+
+
+async def test_refused_credentials_end_the_writing():
+    queue = behind(ScriptedStore(Batch(is_fatal=True)))
+    queue.put(update(State.QUEUED))
+    await asyncio.wait_for(queue.run(), 5)
+    queue.put(update(State.QUEUED, request_id="r2"))
+    assert not queue.is_healthy
+    assert not await queue.flush(0.1)
+    assert queue.num_refused == 2
+
+
+async def test_many_requests_go_out_in_few_batches():
+    num_requests = 2000
+    queue = behind(store := ScriptedStore(), max_requests=num_requests)
+    for n in range(num_requests):
+        queue.put(update(State.QUEUED, request_id=f"r{n}"))
+    async with running(queue):
+        assert await queue.flush(5)
+    assert len(store.written) == 4
+    assert sum(map(len, store.written)) == num_requests

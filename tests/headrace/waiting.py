@@ -1,0 +1,11 @@
+"""Waiting for something outside the event loop to become true."""
+
+import asyncio
+from collections.abc import Awaitable, Callable
+
+
+async def eventually(condition: Callable[[], Awaitable[bool]], timeout_s: float = 10.0) -> None:
+    """Returns once `condition` holds; TimeoutError if it never does."""
+    async with asyncio.timeout(timeout_s):
+        while not await condition():  # noqa: ASYNC110 there is no event to wait on
+            await asyncio.sleep(0.01)
