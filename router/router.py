@@ -248,7 +248,7 @@ class Router:
         verdict = decide(ask, self.pool.capacities(spec.model, now), load, self._limits, now)
         if isinstance(verdict, Reject):
             error = outcomes.rejected(verdict, spec)
-            self._status.rejected(spec, self._wall_clock(), error.message)
+            self._status.rejected(spec, num_prompt_tokens, error.message)
             raise error
         return verdict.max_tokens
 

@@ -5,7 +5,7 @@ writes to the client, from everything that came since its last message: a client
 slowly gets fewer and larger messages, and holds up nobody else.
 """
 
-from collections.abc import AsyncIterator, Sequence
+from collections.abc import AsyncGenerator, Sequence
 from dataclasses import dataclass
 
 from router import outcomes
@@ -57,7 +57,7 @@ class Figures:
     is_durable: bool
 
 
-async def replies(request: Request, router: Router) -> AsyncIterator[Reply]:
+async def replies(request: Request, router: Router) -> AsyncGenerator[Reply]:
     """Every message of a request, the last with usage; raises what it failed with."""
     open_completions = list(request.completions)
     echo = request.prompt_text if request.spec.echo else ""

@@ -7,50 +7,26 @@ when that task ends, however it ends.
 import time
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
-from typing import Any, Protocol
+from typing import Any
 
 import grpc
-from google.protobuf.timestamp_pb2 import Timestamp
+import grpc.aio
 
 from headrace.service.errors import ServiceError, invalid, not_found, unimplemented
+from headrace.status.store import StatusStore
 from headrace.v1 import common_pb2, inference_pb2, inference_pb2_grpc
 from router.prompts import PromptReader
 from router.request import Request
 from router.router import Router
 from router.rpc import wire
 from router.rpc.scheduler_client import SchedulerClient
+from router.rpc.status_reply import read_status
 from router.stream import figures, replies
 from router.text.tokenizer import ModelText
 
+FULL_NAME = "headrace.v1.Inference"
+
 _MAX_ABORTS = 1000
-
-
-class StatusRecord(Protocol):
-    """A request's record, as the status store keeps it."""
-
-    request_id: str
-    state: str
-    epoch: int
-    tenant: str
-    model: str
-    create_time_unix_s: float
-    update_time_unix_s: float
-    prompt_tokens: int
-    completion_tokens: int
-    detail: str
-
-
-class StatusReader(Protocol):
-    """Where records are read."""
-
-    @property
-    def is_configured(self) -> bool:
-        """Whether there is a store."""
-        ...
-
-    async def get(self, request_id: str) -> Any:
-        """A StatusRecord; None: there is none. ServiceError when the store is away."""
-        ...
 
 
 @dataclass(frozen=True, slots=True)
@@ -61,16 +37,20 @@ class Services:
     models: Mapping[str, ModelText]
     prompts: PromptReader
     schedulers: Sequence[SchedulerClient]
-    status: StatusReader
+    status: StatusStore
     max_prompt_bytes: int
 
 
-class InferenceServicer(inference_pb2_grpc.InferenceServicer):
-    """headrace.v1.Inference."""
+class InferenceServicer:
+    """headrace.v1.Inference. gRPC gives each method its request and the call's context."""
 
     def __init__(self, services: Services) -> None:
         self._services = services
         self._router = services.router
+
+    def add_to(self, server: grpc.aio.Server) -> None:
+        """Serve it there."""
+        inference_pb2_grpc.add_InferenceServicer_to_server(self, server)  # type: ignore[arg-type]
 
     async def Generate(self, request: inference_pb2.GenerateRequest, context: Any) -> None:
         """Stream a completion; the call's end, for whatever reason, is the request's."""
@@ -110,13 +90,13 @@ class InferenceServicer(inference_pb2_grpc.InferenceServicer):
         finally:
             await stream.aclose()
 
-    async def Resume(self, request: inference_pb2.ResumeRequest, context: Any) -> None:
+    async def Resume(self, request: inference_pb2.ResumeRequest, _context: Any) -> None:
         """Not served yet."""
         wire.check_request_id(request.request_id)
         raise unimplemented("RESUME", "Resume is not served yet; send the request again")
 
     async def Abort(
-        self, request: inference_pb2.AbortRequest, context: Any
+        self, request: inference_pb2.AbortRequest, _context: Any
     ) -> inference_pb2.AbortResponse:
         """End requests of this router."""
         if not 1 <= len(request.request_ids) <= _MAX_ABORTS:
@@ -130,7 +110,7 @@ class InferenceServicer(inference_pb2_grpc.InferenceServicer):
         return response
 
     async def GetStatus(
-        self, request: inference_pb2.GetStatusRequest, context: Any
+        self, request: inference_pb2.GetStatusRequest, _context: Any
     ) -> inference_pb2.GetStatusResponse:
         """A request's record in the status store."""
         request_id = wire.check_request_id(request.request_id)
@@ -139,13 +119,10 @@ class InferenceServicer(inference_pb2_grpc.InferenceServicer):
             raise unimplemented(
                 "NO_STATUS_STORE", "this router keeps no status; start it with --store-url"
             )
-        record = await status.get(request_id)
-        if record is None:
-            raise not_found("UNKNOWN_REQUEST", f"request_id: no record of {request_id!r}")
-        return _status_response(record)
+        return await read_status(status, request_id)
 
     async def Explain(
-        self, request: inference_pb2.ExplainRequest, context: Any
+        self, request: inference_pb2.ExplainRequest, _context: Any
     ) -> inference_pb2.ExplainResponse:
         """The account of the scheduler that has, or had, the request."""
         request_id = wire.check_request_id(request.request_id)
@@ -160,7 +137,7 @@ class InferenceServicer(inference_pb2_grpc.InferenceServicer):
         raise not_found("UNKNOWN_REQUEST", f"request_id: no scheduler knows {request_id!r}")
 
     async def ListModels(
-        self, request: inference_pb2.ListModelsRequest, context: Any
+        self, _request: inference_pb2.ListModelsRequest, _context: Any
     ) -> inference_pb2.ListModelsResponse:
         """Models of this router that at least one worker serves."""
         response = inference_pb2.ListModelsResponse()
@@ -177,7 +154,7 @@ class InferenceServicer(inference_pb2_grpc.InferenceServicer):
         return response
 
     async def GetPool(
-        self, request: inference_pb2.GetPoolRequest, context: Any
+        self, _request: inference_pb2.GetPoolRequest, _context: Any
     ) -> inference_pb2.GetPoolResponse:
         """The workers as their schedulers last reported them."""
         workers: list[common_pb2.Worker] = []
@@ -225,24 +202,3 @@ def _trailing_metadata(live: Request, router: Router) -> tuple[tuple[str, str], 
         ("x-headrace-preemptions", str(cost.num_preemptions)),
         ("x-headrace-durable", "true" if cost.is_durable else "false"),
     )
-
-
-def _status_response(record: StatusRecord) -> inference_pb2.GetStatusResponse:
-    return inference_pb2.GetStatusResponse(
-        request_id=record.request_id,
-        state=record.state,
-        epoch=record.epoch,
-        tenant=record.tenant,
-        model=record.model,
-        create_time=_timestamp(record.create_time_unix_s),
-        update_time=_timestamp(record.update_time_unix_s),
-        prompt_tokens=record.prompt_tokens,
-        completion_tokens=record.completion_tokens,
-        detail=record.detail,
-    )
-
-
-def _timestamp(unix_s: float) -> Timestamp:
-    stamp = Timestamp()
-    stamp.FromNanoseconds(int(unix_s * 1e9))
-    return stamp

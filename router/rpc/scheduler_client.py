@@ -93,7 +93,7 @@ class SchedulerClient:
             self._log_loss(group)
         except* ServiceError as group:
             logger.error("scheduler %s speaks wrongly: %s", self._name, group.exceptions[0])
-        except* Exception:  # noqa: BLE001 a bug costs this connection, not the router
+        except* Exception:
             logger.exception("the connection to scheduler %s failed", self._name)
         finally:
             # Leaving a stream unread does not end it.
