@@ -15,12 +15,16 @@ def render(source, messages=MESSAGES, **special):
 
 
 def test_blocks_leave_no_lines_of_their_own():
-    source = "{% for m in messages %}\n    {% if true %}\n{{ m.role }}\n    {% endif %}\n{% endfor %}"
+    source = (
+        "{% for m in messages %}\n    {% if true %}\n{{ m.role }}\n    {% endif %}\n{% endfor %}"
+    )
     assert render(source) == "system\nuser\n"
 
 
 def test_special_tokens_have_their_names():
-    assert render("{{ bos_token }}x{{ eos_token }}", bos_token="<s>", eos_token="</s>") == "<s>x</s>"
+    assert (
+        render("{{ bos_token }}x{{ eos_token }}", bos_token="<s>", eos_token="</s>") == "<s>x</s>"
+    )
 
 
 def test_tojson_writes_characters_as_they_are():

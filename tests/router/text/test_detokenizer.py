@@ -160,9 +160,7 @@ def test_a_decoder_that_is_not_known_is_refused_by_name(decoder):
 
 
 def test_gemma_style_decoders_keep_the_first_space():
-    spec = json.loads(
-        Tokenizer(models.BPE(vocab={"a": 0}, merges=[])).to_str()
-    )["decoder"]
+    spec = json.loads(Tokenizer(models.BPE(vocab={"a": 0}, merges=[])).to_str())["decoder"]
     assert spec is None
     steps = [
         {"type": "Replace", "pattern": {"String": SPACE}, "content": " "},

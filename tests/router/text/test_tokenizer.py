@@ -198,9 +198,7 @@ def test_any_text_without_digits_has_the_tokens_of_transformers(real_model, refe
 @pytest.mark.filterwarnings("ignore")
 def test_chat_prompts_equal_those_of_transformers(real_model, referee):
     for asks in (True, False):
-        theirs = referee.apply_chat_template(
-            MESSAGES, tokenize=False, add_generation_prompt=asks
-        )
+        theirs = referee.apply_chat_template(MESSAGES, tokenize=False, add_generation_prompt=asks)
         assert real_model.chat_prompt(MESSAGES, add_generation_prompt=asks) == theirs
 
 
