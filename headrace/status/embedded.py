@@ -161,7 +161,7 @@ class EmbeddedStore:
     async def _supervise(self, server: Path) -> None:
         """Starts the server again whenever it dies."""
         backoff_s = _FIRST_BACKOFF_S
-        while not self._is_closing:
+        while True:
             assert self._process is not None
             started = time.monotonic()
             code = await self._process.wait()
