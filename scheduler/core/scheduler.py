@@ -106,6 +106,13 @@ class SchedulerCore:
         """End a request now; its blocks are free at once. None: unknown or already finished."""
         return self.state.end(key, status)
 
+    def output_token_ids(self, key: int) -> Int32Array:
+        """[num_output_tokens] what a live request has generated so far; a copy."""
+        request = self.state.requests[key]
+        is_running = request.row >= 0
+        token_ids = self.state.table.tokens(request.row) if is_running else request.token_ids
+        return token_ids[request.num_prompt_tokens :].copy()
+
     def set_pause(self, pause: Pause) -> None:
         """Stop admissions, or everything, from the next step on."""
         self._pause = pause
