@@ -41,14 +41,19 @@ def save_checkpoint(folder: Path, config: Any, **options: Any) -> Any:
 
 
 def make_runner(
-    model: Path, *, num_kv_blocks: int = 128, block_size: int = 16, max_num_seqs: int = 40
+    model: Path,
+    *,
+    num_kv_blocks: int = 128,
+    block_size: int = 16,
+    max_num_seqs: int = 40,
+    dtype: torch.dtype = torch.float32,
 ) -> ModelRunner:
-    """A float32 runner on the CPU; unused KV slots are poisoned."""
+    """A runner on the CPU; unused KV slots are poisoned."""
     device = torch.device("cpu")
     source = open_source(model)
-    decoder = load_decoder(source, device, torch.float32, lambda _done, _all: None)
+    decoder = load_decoder(source, device, dtype, lambda _done, _all: None)
     config = source.config
-    kv = kv_pool.allocate(config, num_kv_blocks, block_size, torch.float32, device)
+    kv = kv_pool.allocate(config, num_kv_blocks, block_size, dtype, device)
     for layer in kv:
         layer.key.fill_(torch.nan)
         layer.value.fill_(torch.nan)
