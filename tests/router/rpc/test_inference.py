@@ -125,7 +125,7 @@ async def test_a_stop_string_ends_the_request_everywhere(stack, includes, shown)
     assert (text_of(messages), last.stop) == (shown, " END")
     assert last.finish_reason == common_pb2.FINISH_REASON_STOP
     assert messages[-1].usage.completion_tokens == len(ids("a END"))
-    assert sum((list(o.token_ids) for o in outputs(messages)), []) == ids("a END")
+    assert [t for o in outputs(messages) for t in o.token_ids] == ids("a END")
     await stack.until(lambda: stack.scheduler.cancellations)
     assert stack.scheduler.cancellations == [("r", scheduler_pb2.CANCEL_REASON_STOP_STRING)]
 

@@ -45,8 +45,8 @@ async def test_a_lost_schedulers_requests_go_on_elsewhere_without_gap_or_repeat(
             await first.stop()
             await stack.until(lambda: len(second.live) == 4)
             second.resume()
-            for call, messages in zip(calls, firsts, strict=True):
-                messages += await stack.rest(call)
+            for call, begin in zip(calls, firsts, strict=True):
+                messages = begin + await stack.rest(call)
                 assert text_of(messages) == TEXT
                 assert token_ids_of(messages) == TOKENS
             again = [s for s in second.submissions if s.epoch == 2]
@@ -144,7 +144,7 @@ async def test_columns_that_do_not_fit_cost_the_connection_only(stack, update):
     [broken] = stack.scheduler.connections
     broken.outbox.put_nowait(scheduler_pb2.SchedulerMessage(step_update=update))
     await stack.until(lambda: broken not in stack.scheduler.connections)
-    await stack.until(lambda: stack.router.pool.reports())
+    await stack.until(stack.router.pool.reports)
     assert text_of(await stack.answer()) == TEXT
 
 
