@@ -1,0 +1,1 @@
+"""Paged attention over one flat mixed batch, behind one interface."""

@@ -1,0 +1,151 @@
+"""Who sits in which row, and how each row's tokens are chosen.
+
+Sampling settings are columns indexed by row, so that a step gathers them with one vector operation;
+what only few requests use (biases, stop tokens) is kept by row. It does not know tokens or blocks.
+"""
+
+from dataclasses import dataclass
+
+import numpy as np
+from numpy.typing import NDArray
+
+from gpuworker.core.plan import Float32Array, Int32Array, PlanError, RowRequest, SamplingSettings
+
+UInt64Array = NDArray[np.uint64]
+BoolArray = NDArray[np.bool_]
+
+NOT_ASKED = -1  # in the logprob columns
+
+_FLOAT_COLUMNS = (
+    "temperature",
+    "top_p",
+    "min_p",
+    "repetition_penalty",
+    "presence_penalty",
+    "frequency_penalty",
+)
+_INT_COLUMNS = ("top_k", "min_tokens")
+
+
+@dataclass(frozen=True, slots=True)
+class TokenBias:
+    """What is added to some tokens' logits."""
+
+    token_ids: NDArray[np.int64]  # [num_biased]
+    values: Float32Array  # [num_biased]
+
+
+class RequestSlots:
+    """The rows of the persistent batch: occupancy and sampling columns, each [max_num_seqs].
+
+    Args:
+        max_num_seqs: number of rows.
+        vocab_size: token ids are in [0, vocab_size).
+        eos_token_ids: tokens that end a request unless it ignores them.
+    """
+
+    def __init__(self, max_num_seqs: int, vocab_size: int, eos_token_ids: tuple[int, ...]) -> None:
+        self.max_num_seqs = max_num_seqs
+        self._vocab_size = vocab_size
+        self._eos_token_ids = eos_token_ids
+        self.is_occupied: BoolArray = np.zeros(max_num_seqs, dtype=np.bool_)
+        self.request_ids: list[str] = [""] * max_num_seqs
+        self.temperature: Float32Array = np.ones(max_num_seqs, dtype=np.float32)
+        self.top_p: Float32Array = np.ones(max_num_seqs, dtype=np.float32)
+        self.min_p: Float32Array = np.zeros(max_num_seqs, dtype=np.float32)
+        self.repetition_penalty: Float32Array = np.ones(max_num_seqs, dtype=np.float32)
+        self.presence_penalty: Float32Array = np.zeros(max_num_seqs, dtype=np.float32)
+        self.frequency_penalty: Float32Array = np.zeros(max_num_seqs, dtype=np.float32)
+        self.top_k: Int32Array = np.zeros(max_num_seqs, dtype=np.int32)
+        self.min_tokens: Int32Array = np.zeros(max_num_seqs, dtype=np.int32)
+        self.num_logprobs: Int32Array = np.full(max_num_seqs, NOT_ASKED, dtype=np.int32)
+        self.num_prompt_logprobs: Int32Array = np.full(max_num_seqs, NOT_ASKED, dtype=np.int32)
+        self.seed: UInt64Array = np.zeros(max_num_seqs, dtype=np.uint64)
+        self.has_penalties: BoolArray = np.zeros(max_num_seqs, dtype=np.bool_)
+        self.bias_by_row: dict[int, TokenBias] = {}
+        self.stop_token_ids_by_row: dict[int, NDArray[np.int64]] = {}
+
+    def free(self, rows: Int32Array) -> None:
+        """Empties rows.
+
+        Raises:
+            PlanError: a row is out of range or already empty.
+        """
+        self.check_occupied(rows, "freed_rows")
+        self.is_occupied[rows] = False
+        for row in rows.tolist():
+            self.request_ids[row] = ""
+            self.bias_by_row.pop(row, None)
+            self.stop_token_ids_by_row.pop(row, None)
+
+    def place(self, request: RowRequest) -> None:
+        """Puts a request in its row.
+
+        Raises:
+            PlanError: the row is out of range or taken, or a setting names an impossible token.
+        """
+        row = request.row
+        if not 0 <= row < self.max_num_seqs:
+            raise PlanError(f"row_requests: row {row} is not in [0, {self.max_num_seqs})")
+        if self.is_occupied[row]:
+            raise PlanError(
+                f"row_requests: row {row} is taken by {self.request_ids[row]!r}, "
+                f"cannot place {request.request_id!r}"
+            )
+        self._set_columns(row, request.sampling)
+        self._set_token_lists(row, request.sampling)
+        self.request_ids[row] = request.request_id
+        self.is_occupied[row] = True
+
+    def clear(self) -> None:
+        """Empties every row."""
+        self.is_occupied[:] = False
+        self.request_ids = [""] * self.max_num_seqs
+        self.bias_by_row.clear()
+        self.stop_token_ids_by_row.clear()
+
+    def check_occupied(self, rows: Int32Array, field: str) -> None:
+        """Checks that rows are in range, distinct and occupied.
+
+        Raises:
+            PlanError: naming the field and the first bad row.
+        """
+        if not len(rows):
+            return
+        if rows.min() < 0 or rows.max() >= self.max_num_seqs:
+            raise PlanError(f"{field}: rows must be in [0, {self.max_num_seqs})")
+        if len(np.unique(rows)) != len(rows):
+            raise PlanError(f"{field}: a row appears twice")
+        occupied = self.is_occupied[rows]
+        if not occupied.all():
+            raise PlanError(f"{field}: row {int(rows[~occupied][0])} is empty")
+
+    def _set_columns(self, row: int, sampling: SamplingSettings) -> None:
+        for name in _FLOAT_COLUMNS + _INT_COLUMNS:
+            getattr(self, name)[row] = getattr(sampling, name)
+        self.seed[row] = sampling.seed
+        self.num_logprobs[row] = _or_not_asked(sampling.num_logprobs)
+        self.num_prompt_logprobs[row] = _or_not_asked(sampling.num_prompt_logprobs)
+        self.has_penalties[row] = (
+            sampling.repetition_penalty != 1.0
+            or sampling.presence_penalty != 0.0
+            or sampling.frequency_penalty != 0.0
+        )
+
+    def _set_token_lists(self, row: int, sampling: SamplingSettings) -> None:
+        if sampling.logit_bias:
+            biased = np.array([token for token, _ in sampling.logit_bias], dtype=np.int64)
+            if biased.min() < 0 or biased.max() >= self._vocab_size:
+                raise PlanError(f"logit_bias: token ids must be in [0, {self._vocab_size})")
+            values = np.array([value for _, value in sampling.logit_bias], dtype=np.float32)
+            self.bias_by_row[row] = TokenBias(biased, values)
+        if sampling.min_tokens > 0:
+            eos = () if sampling.ignore_eos else self._eos_token_ids
+            stops = np.array([*sampling.stop_token_ids, *eos], dtype=np.int64)
+            # A stop token outside the vocabulary can never be sampled: nothing to mask.
+            in_range = (stops >= 0) & (stops < self._vocab_size)
+            self.stop_token_ids_by_row[row] = np.unique(stops[in_range])
+
+
+def _or_not_asked(value: int | None) -> int:
+    return NOT_ASKED if value is None else value

@@ -1,0 +1,1 @@
+"""One lean decoder, the families it can be configured as, and weight loading."""

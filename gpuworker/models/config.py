@@ -1,0 +1,82 @@
+"""What a decoder-only model is made of, whatever file it came from.
+
+Families differ by values here, never by code: see `families` for how a file's metadata becomes one.
+"""
+
+from dataclasses import dataclass
+from typing import Literal
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class RopeScaling:
+    """The llama3 rule: long wavelengths are stretched, short ones kept, a ramp between."""
+
+    factor: float
+    low_freq_factor: float
+    high_freq_factor: float
+    original_max_position: int
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Rope:
+    """Rotary embedding of one kind of layer.
+
+    rotary_dim: leading dimensions of a head that turn; the rest pass.
+    linear_factor: positions are divided by it.
+    frequency_divisors: [rotary_dim / 2] or empty; each frequency is divided by its own.
+    attention_factor: multiplies the cosines and sines.
+    """
+
+    base: float
+    rotary_dim: int
+    linear_factor: float = 1.0
+    scaling: RopeScaling | None = None
+    frequency_divisors: tuple[float, ...] = ()
+    attention_factor: float = 1.0
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class AttentionConfig:
+    """Attention of every layer; what differs by layer is in LayerConfig."""
+
+    num_heads: int
+    num_kv_heads: int
+    head_dim: int
+    scale: float
+    soft_cap: float | None = None
+    qkv_bias: bool = False
+    output_bias: bool = False
+    has_qk_norm: bool = False
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class LayerConfig:
+    """One layer: rope None leaves positions out, sliding_window None sees everything."""
+
+    rope: Rope | None
+    sliding_window: int | None = None
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class ModelConfig:
+    """A decoder: layers of attention and gated MLP between an embedding and a head.
+
+    norm_offset is added to every norm weight read from a file (Gemma stores weight - 1).
+    has_post_norms: attention and MLP outputs are normed before they join the residual.
+    """
+
+    family: str
+    vocab_size: int
+    hidden_size: int
+    intermediate_size: int
+    layers: tuple[LayerConfig, ...]
+    attention: AttentionConfig
+    norm_eps: float
+    max_model_len: int
+    tie_embeddings: bool
+    activation: Literal["silu", "gelu_tanh"] = "silu"
+    mlp_bias: bool = False
+    norm_offset: float = 0.0
+    has_post_norms: bool = False
+    embedding_scale: float = 1.0
+    final_soft_cap: float | None = None

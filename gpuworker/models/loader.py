@@ -1,0 +1,176 @@
+"""Turns a weight source into a decoder: checks every shape, fuses, converts, moves.
+
+One tensor at a time is held besides the model itself.
+"""
+
+from collections.abc import Callable
+from dataclasses import replace
+
+import torch
+
+from gpuworker.models.config import ModelConfig
+from gpuworker.models.decoder import Decoder, LayerWeights, ModelWeights
+from gpuworker.models.errors import WeightError
+from gpuworker.models.linear import Linear, make_linear
+from gpuworker.models.source import WeightSource
+
+Progress = Callable[[int, int], None]
+"""Called with tensors read so far and in all."""
+
+# Derived from the configuration; some checkpoints store them too.
+_REDUNDANT_SUFFIXES = ("rotary_emb.inv_freq", "self_attn.bias", "self_attn.masked_bias")
+
+
+def load_decoder(
+    source: WeightSource, device: torch.device, dtype: torch.dtype, progress: Progress
+) -> Decoder:
+    """Reads a whole model.
+
+    Args:
+        source: where from.
+        device: where to.
+        dtype: what the model computes in.
+        progress: told after each tensor.
+
+    Raises:
+        WeightError: naming the tensor that is missing, has another shape or is not understood.
+    """
+    loader = _Loader(source, device, dtype, progress)
+    weights = loader.model()
+    loader.refuse_leftovers()
+    return Decoder(source.config, weights)
+
+
+class _Loader:
+    def __init__(
+        self, source: WeightSource, device: torch.device, dtype: torch.dtype, progress: Progress
+    ) -> None:
+        self._source = source
+        self._device = device
+        self._dtype = dtype
+        self._progress = progress
+        self._names = source.names()
+        self._read: set[str] = set()
+
+    def model(self) -> ModelWeights:
+        config = self._source.config
+        shape = (config.vocab_size, config.hidden_size)
+        embedding = self._tensor("model.embed_tokens.weight", shape)
+        if config.tie_embeddings:
+            head = make_linear(embedding, None)
+            self._read.add("lm_head.weight")
+        else:
+            head = make_linear(self._tensor("lm_head.weight", shape), None)
+        return ModelWeights(
+            embedding=embedding,
+            layers=[self._layer(config, i) for i in range(len(config.layers))],
+            final_norm=self._norm("model.norm", config.hidden_size),
+            head=head,
+        )
+
+    def refuse_leftovers(self) -> None:
+        """A tensor nobody asked for means that the model is not what we think it is."""
+        leftovers = sorted(
+            name for name in self._names - self._read if not name.endswith(_REDUNDANT_SUFFIXES)
+        )
+        if leftovers:
+            raise WeightError(
+                f"tensor {leftovers[0]!r} is not part of a {self._source.config.family} model "
+                f"({len(leftovers)} such tensors)"
+            )
+
+    def _layer(self, config: ModelConfig, index: int) -> LayerWeights:
+        layer = f"model.layers.{index}"
+        hidden, attention = config.hidden_size, config.attention
+        query_rows = attention.num_heads * attention.head_dim
+        kv_rows = attention.num_kv_heads * attention.head_dim
+        before_mlp, after_attention = "post_attention_layernorm", None
+        if config.has_post_norms:
+            before_mlp, after_attention = "pre_feedforward_layernorm", "post_attention_layernorm"
+        head_norm = attention.head_dim if attention.has_qk_norm else None
+        return LayerWeights(
+            input_norm=self._norm(f"{layer}.input_layernorm", hidden),
+            qkv=self._fused(
+                f"{layer}.self_attn",
+                {"q_proj": query_rows, "k_proj": kv_rows, "v_proj": kv_rows},
+                "qkv_proj",
+                hidden,
+                attention.qkv_bias,
+            ),
+            query_norm=self._optional_norm(f"{layer}.self_attn.q_norm", head_norm),
+            key_norm=self._optional_norm(f"{layer}.self_attn.k_norm", head_norm),
+            attention_output=self._linear(
+                f"{layer}.self_attn.o_proj", (hidden, query_rows), attention.output_bias
+            ),
+            post_attention_norm=self._optional_norm(
+                f"{layer}.{after_attention}", hidden if after_attention else None
+            ),
+            mlp_norm=self._norm(f"{layer}.{before_mlp}", hidden),
+            gate_up=self._fused(
+                f"{layer}.mlp",
+                {"gate_proj": config.intermediate_size, "up_proj": config.intermediate_size},
+                "gate_up_proj",
+                hidden,
+                config.mlp_bias,
+            ),
+            down=self._linear(
+                f"{layer}.mlp.down_proj", (hidden, config.intermediate_size), config.mlp_bias
+            ),
+            post_mlp_norm=self._optional_norm(
+                f"{layer}.post_feedforward_layernorm", hidden if config.has_post_norms else None
+            ),
+        )
+
+    def _fused(
+        self, prefix: str, rows: dict[str, int], fused: str, columns: int, has_bias: bool
+    ) -> Linear:
+        """One product for several projections, whether the file has them apart or as one."""
+        if f"{prefix}.{fused}.weight" in self._names:
+            rows = {fused: sum(rows.values())}
+        weight = torch.cat(
+            [self._tensor(f"{prefix}.{name}.weight", (n, columns)) for name, n in rows.items()]
+        )
+        bias = None
+        if has_bias:
+            bias = torch.cat(
+                [self._tensor(f"{prefix}.{name}.bias", (n,)) for name, n in rows.items()]
+            )
+        return make_linear(weight, bias)
+
+    def _linear(self, name: str, shape: tuple[int, int], has_bias: bool) -> Linear:
+        bias = self._tensor(f"{name}.bias", shape[:1]) if has_bias else None
+        return make_linear(self._tensor(f"{name}.weight", shape), bias)
+
+    def _norm(self, name: str, size: int) -> torch.Tensor:
+        weight = self._tensor(f"{name}.weight", (size,))
+        return weight + self._source.config.norm_offset
+
+    def _optional_norm(self, name: str, size: int | None) -> torch.Tensor | None:
+        return None if size is None else self._norm(name, size)
+
+    def _tensor(self, name: str, shape: tuple[int, ...]) -> torch.Tensor:
+        tensor = self._source.read(name)
+        if tuple(tensor.shape) != shape:
+            raise WeightError(
+                f"tensor {name!r} has shape {list(tensor.shape)}, the configuration says "
+                f"{list(shape)}"
+            )
+        self._read.add(name)
+        self._progress(len(self._read), len(self._names))
+        return tensor.to(self._device, self._dtype)
+
+
+def with_max_model_len(config: ModelConfig, max_model_len: int | None) -> ModelConfig:
+    """The configuration with a shorter context.
+
+    Raises:
+        ValueError: longer than what the model was made for.
+    """
+    if max_model_len is None:
+        return config
+    if not 0 < max_model_len <= config.max_model_len:
+        raise ValueError(
+            f"max-model-len must be in [1, {config.max_model_len}] for this model, "
+            f"not {max_model_len}"
+        )
+    return replace(config, max_model_len=max_model_len)

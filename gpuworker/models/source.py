@@ -1,0 +1,43 @@
+"""Where weights come from: one interface over file formats, with Hugging Face tensor names."""
+
+from pathlib import Path
+from typing import Protocol
+
+import torch
+
+from gpuworker.models.config import ModelConfig
+from gpuworker.models.gguf_file import GgufSource
+from gpuworker.models.safetensors_folder import SafetensorsSource
+
+
+class WeightSource(Protocol):
+    """A model on disk.
+
+    Names are those of Hugging Face checkpoints, e.g. `model.layers.0.self_attn.q_proj.weight`.
+    """
+
+    config: ModelConfig
+    eos_token_ids: tuple[int, ...]
+    dtype: torch.dtype  # what the weights are stored in, or float32 when quantized
+
+    def names(self) -> set[str]:
+        """Every tensor there is."""
+
+    def read(self, name: str) -> torch.Tensor:
+        """A tensor on the CPU; it may be a read-only view of the file.
+
+        Raises:
+            WeightError: naming the tensor, when it cannot be read whole.
+        """
+
+
+def open_source(path: Path) -> WeightSource:
+    """Opens a GGUF file or a Hugging Face folder.
+
+    Raises:
+        WeightError: the file is damaged or is none of these.
+        UnsupportedModelError: the decoder cannot run this model.
+    """
+    if path.is_dir():
+        return SafetensorsSource(path)
+    return GgufSource(path)
