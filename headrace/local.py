@@ -260,7 +260,10 @@ class _Start:
             *config.shared_flags,
             *flags,
         ]
-        await child.start(command, os.environ | dict(environment or {}))
+        # The services lie beside us, installed or not.
+        beside = str(Path(__file__).parents[1])
+        path = os.pathsep.join(filter(None, [os.environ.get("PYTHONPATH"), beside]))
+        await child.start(command, os.environ | {"PYTHONPATH": path} | dict(environment or {}))
         self.children.append(child)
         return name
 
