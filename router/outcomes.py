@@ -57,9 +57,9 @@ def draining() -> ServiceError:
 
 
 def late(spec: Spec) -> ServiceError:
-    """The deadline passed before the first token."""
+    """The deadline passed before the end, and that is all the caller is told."""
     return deadline_exceeded(
-        "DEADLINE_EXCEEDED", f"deadline: passed before {spec.request_id} had its first token"
+        "DEADLINE_EXCEEDED", f"deadline: passed before {spec.request_id} was finished"
     )
 
 

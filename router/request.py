@@ -56,7 +56,8 @@ class Spec:
     """What a caller asked for, validated.
 
     sampling is the wire's; other fields repeat of it what the router itself looks at. prompt_field
-    is what the prompt came in, for errors. max_tokens None: as many as fit.
+    is what the prompt came in, for errors. max_tokens None: as many as fit. is_calls_deadline: the
+    deadline is the gRPC call's own, so the caller expects its status.
     """
 
     request_id: str
@@ -77,6 +78,7 @@ class Spec:
     tenant: str = ""
     cache_salt: str = ""
     deadline_unix_s: float | None = None
+    is_calls_deadline: bool = False
     traceparent: str = ""
 
 

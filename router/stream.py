@@ -73,8 +73,8 @@ async def replies(request: Request, router: Router) -> AsyncGenerator[Reply]:
                     open_completions.remove(completion)
         if not deltas:
             continue
-        if not open_completions and _is_late(request):
-            raise outcomes.late(request.spec)
+        if not open_completions and not request.num_completion_tokens:
+            _raise_if_nothing_came(request)
         prompt_logprobs: Sequence[object] = ()
         if has_prompt_logprobs and request.completions[0].prompt_logprobs:
             prompt_logprobs = request.completions[0].prompt_logprobs
@@ -83,6 +83,9 @@ async def replies(request: Request, router: Router) -> AsyncGenerator[Reply]:
         yield Reply(deltas, usage, prompt_logprobs)
     if request.error is not None:
         raise request.error
+    if request.spec.is_calls_deadline and _is_late(request):
+        # The caller's own timer is about to say the same.
+        raise outcomes.late(request.spec)
 
 
 def figures(request: Request, router: Router) -> Figures:
@@ -153,11 +156,18 @@ def _ends_silently(completion: Completion, finish: Finish) -> bool:
     return not spec.include_stop_str_in_output
 
 
+def _raise_if_nothing_came(request: Request) -> None:
+    """A request that failed or was late before it gave a token has an error and no output."""
+    if request.error is not None:
+        raise request.error
+    if _is_late(request):
+        raise outcomes.late(request.spec)
+
+
 def _is_late(request: Request) -> bool:
-    """Whether the deadline passed before anything was generated."""
-    return request.num_completion_tokens == 0 and all(
-        c.finish is not None and c.finish.reason is FinishReason.DEADLINE
-        for c in request.completions
+    return all(
+        completion.finish is not None and completion.finish.reason is FinishReason.DEADLINE
+        for completion in request.completions
     )
 
 

@@ -128,12 +128,14 @@ class InferenceServicer:
         request_id = wire.check_request_id(request.request_id)
         owner = self._router.scheduler_of(request_id)
         found = [s for s in self._services.schedulers if owner is None or s.name == owner]
-        for scheduler in found:
-            try:
-                return await scheduler.explain(request_id)
-            except ServiceError as error:
-                if error.code is not grpc.StatusCode.NOT_FOUND:
-                    raise
+        # Of several completions, the first stands for all.
+        for name in (request_id, f"{request_id}#0"):
+            for scheduler in found:
+                try:
+                    return await scheduler.explain(name)
+                except ServiceError as error:
+                    if error.code is not grpc.StatusCode.NOT_FOUND:
+                        raise
         raise not_found("UNKNOWN_REQUEST", f"request_id: no scheduler knows {request_id!r}")
 
     async def ListModels(

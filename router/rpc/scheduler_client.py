@@ -40,7 +40,6 @@ class SchedulerClient:
         self._cancellations: list[scheduler_pb2.Cancellation] = []
         self._has_mail = asyncio.Event()
         self._is_up = False
-        self._was_up = False
         self.workers: list[common_pb2.Worker] = []
 
     @property
@@ -79,44 +78,53 @@ class SchedulerClient:
 
     async def _serve_connection(self) -> bool:
         """One connection from beginning to end; whether it ever worked."""
-        self._is_up = False
         call = self._stub.Connect()
         watch = self._stub.WatchPool(scheduler_pb2.WatchPoolRequest())
+        # Not a TaskGroup: one that fails while it is cancelled forgets that it was cancelled, and
+        # we would connect again in a router that is shutting down.
+        tasks = [
+            asyncio.create_task(self._read(call)),
+            asyncio.create_task(self._write(call)),
+            asyncio.create_task(self._watch(watch)),
+        ]
         try:
-            hello = scheduler_pb2.Hello(router_id=self._router_id)
-            await call.write(scheduler_pb2.RouterMessage(hello=hello))
-            async with asyncio.TaskGroup() as tasks:
-                tasks.create_task(self._read(call))
-                tasks.create_task(self._write(call))
-                tasks.create_task(self._watch(watch))
-        except* (grpc.aio.AioRpcError, _StreamEndedError, asyncio.InvalidStateError) as group:
-            self._log_loss(group)
-        except* ServiceError as group:
-            logger.error("scheduler %s speaks wrongly: %s", self._name, group.exceptions[0])
-        except* Exception:
-            logger.exception("the connection to scheduler %s failed", self._name)
+            done, _ = await asyncio.wait(tasks, return_when=asyncio.FIRST_COMPLETED)
+            ended = next(iter(done))
+            self._log_loss(None if ended.cancelled() else ended.exception())
         finally:
             # Leaving a stream unread does not end it.
             call.cancel()
             watch.cancel()
+            for task in tasks:
+                task.cancel()
+            await asyncio.gather(*tasks, return_exceptions=True)
+            was_up = self._is_up
             self._forget_connection()
-        return self._was_up
+        return was_up
 
     def _forget_connection(self) -> None:
-        self._was_up, self._is_up = self._is_up, False
-        self.workers = []
-        if self._was_up:
+        if self._is_up:
             self._router.dispatcher.lost(self)
+        self._is_up = False
+        self.workers = []
         # What was not sent is taken back with the rest, and sent again elsewhere.
         self._submissions.clear()
         self._cancellations.clear()
         self._has_mail.clear()
 
-    def _log_loss(self, group: BaseExceptionGroup[Any]) -> None:
-        error = group.exceptions[0]
-        text = error.details() if isinstance(error, grpc.aio.AioRpcError) else str(error)
-        level = logging.WARNING if self._is_up else logging.INFO
-        logger.log(level, "scheduler %s is not reachable: %s", self._name, text)
+    def _log_loss(self, error: BaseException | None) -> None:
+        name = self._name
+        match error:
+            case ServiceError():
+                logger.error("scheduler %s speaks wrongly: %s", name, error.message)
+            case grpc.aio.AioRpcError():
+                level = logging.WARNING if self._is_up else logging.INFO
+                logger.log(level, "scheduler %s is not reachable: %s", name, error.details())
+            case None | _StreamEndedError() | asyncio.InvalidStateError():
+                logger.warning("scheduler %s ended the connection", name)
+            case _:
+                # A bug costs this connection, not the router.
+                logger.error("the connection to scheduler %s failed", name, exc_info=error)
 
     async def _read(self, call: Any) -> None:
         dispatcher = self._router.dispatcher
@@ -125,9 +133,11 @@ class SchedulerClient:
                 dispatcher.on_step(scheduler_wire.to_news(message.step_update))
             for refusal in message.refusals:
                 dispatcher.on_refusal(scheduler_wire.to_refusal(refusal))
-        raise _StreamEndedError("it ended the stream")
+        raise _StreamEndedError
 
     async def _write(self, call: Any) -> None:
+        hello = scheduler_pb2.Hello(router_id=self._router_id)
+        await call.write(scheduler_pb2.RouterMessage(hello=hello))
         while True:
             await self._has_mail.wait()
             self._has_mail.clear()
@@ -149,7 +159,7 @@ class SchedulerClient:
                 [scheduler_wire.to_report(worker) for worker in snapshot.workers],
                 is_draining=snapshot.draining,
             )
-        raise _StreamEndedError("it ended the watch on its pool")
+        raise _StreamEndedError
 
 
 class _StreamEndedError(Exception):

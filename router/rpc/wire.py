@@ -105,7 +105,8 @@ def to_spec(
         raise unimplemented(
             "RESPONSE_FORMAT", "response_format.type: only TYPE_TEXT is served; leave it out"
         )
-    deadlines = [deadline_unix_s, _deadline(request)]
+    deadlines = [d for d in (deadline_unix_s, _deadline(request)) if d is not None]
+    deadline = min(deadlines, default=None)
     return Spec(
         request_id=request_id,
         model=model,
@@ -124,7 +125,8 @@ def to_spec(
         priority=request.priority,
         tenant=request.tenant,
         cache_salt=request.cache_salt,
-        deadline_unix_s=min((d for d in deadlines if d is not None), default=None),
+        deadline_unix_s=deadline,
+        is_calls_deadline=deadline is not None and deadline == deadline_unix_s,
         traceparent=traceparent,
     )
 

@@ -9,7 +9,14 @@ from dataclasses import dataclass
 
 import numpy as np
 
-from scheduler.core.plan import FinishedRequest, Int32Array, RequestStatus, StepOutput, StepResult
+from scheduler.core.plan import (
+    EMPTY_INT32,
+    FinishedRequest,
+    Int32Array,
+    RequestStatus,
+    StepOutput,
+    StepResult,
+)
 from scheduler.core.request import Request
 from scheduler.core.request_table import NOBODY, BoolArray, IntpArray
 from scheduler.core.state import Flight, SchedulerState
@@ -187,7 +194,7 @@ class OutputUpdate:
             step_id=flight.step_id,
             keys=np.array(keys, dtype=np.int64),
             num_new_tokens=np.array(counts, dtype=np.int32),
-            token_ids=np.concatenate(kept) if kept else np.empty(0, np.int32),
+            token_ids=kept[0] if len(kept) == 1 else np.concatenate(kept or [EMPTY_INT32]),
             finished=tuple(finished),
         )
 

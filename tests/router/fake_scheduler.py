@@ -21,19 +21,19 @@ MODEL = "tiny"
 
 
 def worker(**changes):
-    values = dict(
-        worker_id="worker-0",
-        incarnation="one",
-        model=MODEL,
-        role=common_pb2.WORKER_ROLE_MIXED,
-        state=common_pb2.WORKER_STATE_READY,
-        max_model_len=4096,
-        block_size=16,
-        num_kv_blocks=1024,
-        max_num_seqs=256,
-        vocab_size=100_000,
-        num_free_kv_blocks=1024,
-    )
+    values = {
+        "worker_id": "worker-0",
+        "incarnation": "one",
+        "model": MODEL,
+        "role": common_pb2.WORKER_ROLE_MIXED,
+        "state": common_pb2.WORKER_STATE_READY,
+        "max_model_len": 4096,
+        "block_size": 16,
+        "num_kv_blocks": 1024,
+        "max_num_seqs": 256,
+        "vocab_size": 100_000,
+        "num_free_kv_blocks": 1024,
+    }
     return common_pb2.Worker(**(values | changes))
 
 

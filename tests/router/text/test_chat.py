@@ -35,7 +35,7 @@ def test_tojson_writes_characters_as_they_are():
 
 
 def test_strftime_now_gives_todays_date():
-    today = dt.datetime.now().strftime("%d %b %Y")
+    today = dt.datetime.now().astimezone().strftime("%d %b %Y")
     assert render("{{ strftime_now('%d %b %Y') }}") == today
 
 

@@ -30,12 +30,10 @@ def test_a_stop_string_may_span_the_bytes_of_a_character():
     token_ids = ids("a🎉b")
     text = completion(["🎉"])
     shown = ""
-    for position, token_id in enumerate(token_ids):
+    for token_id in token_ids[:-1]:
         advance = text.push([token_id])
         shown += advance.text
-        if advance.stop:
-            break
-    assert (shown, advance.stop, position) == ("a", "🎉", len(token_ids) - 2)
+    assert (shown, advance.stop) == ("a", "🎉")
 
 
 def test_the_first_min_tokens_tokens_are_not_searched():

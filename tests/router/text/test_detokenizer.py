@@ -1,6 +1,7 @@
 """Detokenizing token by token gives what decoding the whole sequence gives."""
 
 import json
+from itertools import pairwise
 
 import pytest
 from hypothesis import given
@@ -29,7 +30,7 @@ def pieces_of(tokenizer, token_ids, cuts, *, keep_special_tokens=False, prompt=(
     """The text of each push when the sequence is cut at `cuts`."""
     stream = tokenizer.detokenizer(prompt, keep_special_tokens=keep_special_tokens)
     bounds = [0, *sorted(c % (len(token_ids) + 1) for c in cuts), len(token_ids)]
-    texts = [stream.push(token_ids[a:b]) for a, b in zip(bounds, bounds[1:], strict=False)]
+    texts = [stream.push(token_ids[a:b]) for a, b in pairwise(bounds)]
     return [*texts, stream.finish()]
 
 

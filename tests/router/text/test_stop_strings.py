@@ -1,5 +1,7 @@
 """Stop strings are found wherever the text is cut, and nothing of them is shown."""
 
+from itertools import pairwise
+
 from hypothesis import given
 from hypothesis import strategies as st
 
@@ -24,7 +26,7 @@ def scan(text, stops, cuts, *, includes_stop=False):
     scanner = StopScanner(StopStrings(stops), includes_stop=includes_stop)
     bounds = [0, *sorted(c % (len(text) + 1) for c in cuts), len(text)]
     shown = []
-    for begin, end in zip(bounds, bounds[1:], strict=False):
+    for begin, end in pairwise(bounds):
         piece, stop = scanner.push(text[begin:end])
         shown.append(piece)
         if stop is not None:

@@ -20,9 +20,10 @@ MESSAGES = [
 ]
 
 TEXTS = [
-    "Hello, world!", "  two  spaces\tand\ttabs \n\n new lines\r\n", "naïve café Ångström", "你好,世界",
-    "👩‍👩‍👧‍👦 family 🎉🎉", "def f(x):\n    return x**2  # no", "I'm we'll they'd 's", "مرحبا بالعالم",
-    "\u00a0nbsp\u2003em", "<|im_start|>user\nhi<|im_end|>", "é vs e\u0301", "a" * 300, "\x00\x01\x7f",
+    "Hello, world!", "  two  spaces\tand\ttabs \n\n new lines\r\n", "naïve café Ångström",
+    "你好,世界", "👩‍👩‍👧‍👦 family 🎉🎉", "def f(x):\n    return x**2  # no", "I'm we'll they'd 's",
+    "مرحبا بالعالم", "\u00a0nbsp\u2003em", "<|im_start|>user\nhi<|im_end|>", "é vs e\u0301",
+    "a" * 300, "\x00\x01\x7f",
 ]  # fmt: skip
 
 
