@@ -11,7 +11,9 @@ from typing import Any
 
 import grpc
 import grpc.aio
+from opentelemetry.trace import Span
 
+from headrace.service import telemetry
 from headrace.service.errors import ServiceError, invalid, not_found, unimplemented
 from headrace.status.store import StatusStore
 from headrace.v1 import common_pb2, inference_pb2, inference_pb2_grpc
@@ -20,6 +22,7 @@ from router.request import Request
 from router.router import Router
 from router.rpc import wire
 from router.rpc.scheduler_client import SchedulerClient
+from router.rpc.spans import generate_span, note_answer
 from router.rpc.status_reply import read_status
 from router.stream import figures, replies
 from router.text.tokenizer import ModelText
@@ -58,7 +61,10 @@ class InferenceServicer:
         model_name = wire.choose_model(request.model, services.models)
         request_id = request.request_id or wire.new_request_id()
         wire.check_request_id(request_id)
-        with self._router.reserve(request_id) as reservation:
+        with (
+            generate_span(request, model_name, context) as span,
+            self._router.reserve(request_id) as reservation,
+        ):
             model = services.models[model_name]
             bounds = wire.Bounds(self._vocab_size(model_name), services.max_prompt_bytes)
             spec = wire.to_spec(
@@ -67,7 +73,7 @@ class InferenceServicer:
                 request_id=request_id,
                 model=model_name,
                 deadline_unix_s=_call_deadline(context),
-                traceparent=_metadata(context).get("traceparent", ""),
+                traceparent=telemetry.traceparent_of(span),
             )
             prompt = wire.to_prompt(request, bounds)
             token_ids, text = await services.prompts.read(
@@ -77,14 +83,15 @@ class InferenceServicer:
                 keep_special_tokens=spec.keep_special_tokens,
             )
             live = self._router.submit(reservation, spec, token_ids, text, model.tokenizer)
-            await self._answer(live, context)
+            await self._answer(live, context, span)
 
-    async def _answer(self, live: Request, context: Any) -> None:
+    async def _answer(self, live: Request, context: Any, span: Span) -> None:
         request_id = live.spec.request_id
         stream = replies(live, self._router)
         try:
             async for reply in stream:
                 if reply.usage is not None:
+                    note_answer(span, live, reply.usage)
                     context.set_trailing_metadata(_trailing_metadata(live, self._router))
                 await context.write(wire.to_response(request_id, reply))
         finally:
@@ -187,10 +194,6 @@ def _call_deadline(context: Any) -> float | None:
     """The call's own deadline, seconds since the epoch."""
     remaining_s = context.time_remaining()
     return None if remaining_s is None else time.time() + float(remaining_s)
-
-
-def _metadata(context: Any) -> dict[str, str]:
-    return {k: v for k, v in context.invocation_metadata() or () if isinstance(v, str)}
 
 
 def _trailing_metadata(live: Request, router: Router) -> tuple[tuple[str, str], ...]:
