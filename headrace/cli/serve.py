@@ -127,11 +127,15 @@ async def _serve(config: "LocalConfig", steps: Steps) -> None:
         async with local_pool(config, tell=steps.begin, log=steps.log) as pool:
             steps.done()
             click.echo(_welcome(config.model_name, pool.address))
-            raise Failure(str(await pool.wait_failed()))
+            try:
+                raise Failure(str(await pool.wait_failed()))
+            finally:
+                steps.begin("stopping")
     except LocalError as error:
         raise Failure(str(error)) from error
     except asyncio.CancelledError:
         # Asked to stop: everything is stopped now, and that is success.
+        steps.done()
         for number in (signal.SIGTERM, signal.SIGINT):
             loop.remove_signal_handler(number)
 
