@@ -11,7 +11,6 @@ from typing import Any
 
 import grpc
 import grpc.aio
-from opentelemetry.trace import Span
 
 from headrace.service import telemetry
 from headrace.service.errors import ServiceError, invalid, not_found, unimplemented
@@ -19,10 +18,9 @@ from headrace.status.store import StatusStore
 from headrace.v1 import common_pb2, inference_pb2, inference_pb2_grpc
 from router.prompts import PromptReader
 from router.request import Request
-from router.router import Router
-from router.rpc import wire
+from router.router import Reservation, Router
+from router.rpc import spans, wire
 from router.rpc.scheduler_client import SchedulerClient
-from router.rpc.spans import generate_span, note_answer
 from router.rpc.status_reply import read_status
 from router.stream import figures, replies
 from router.text.tokenizer import ModelText
@@ -57,41 +55,52 @@ class InferenceServicer:
 
     async def Generate(self, request: inference_pb2.GenerateRequest, context: Any) -> None:
         """Stream a completion; the call's end, for whatever reason, is the request's."""
-        services = self._services
-        model_name = wire.choose_model(request.model, services.models)
+        model_name = wire.choose_model(request.model, self._services.models)
         request_id = request.request_id or wire.new_request_id()
         wire.check_request_id(request_id)
         with (
-            generate_span(request, model_name, context) as span,
             self._router.reserve(request_id) as reservation,
+            spans.generation(request, request_id, model_name, context) as span,
         ):
-            model = services.models[model_name]
-            bounds = wire.Bounds(self._vocab_size(model_name), services.max_prompt_bytes)
-            spec = wire.to_spec(
-                request,
-                bounds,
-                request_id=request_id,
-                model=model_name,
-                deadline_unix_s=_call_deadline(context),
-                traceparent=telemetry.traceparent_of(span),
-            )
-            prompt = wire.to_prompt(request, bounds)
-            token_ids, text = await services.prompts.read(
-                model,
-                prompt,
-                echo=spec.echo,
-                keep_special_tokens=spec.keep_special_tokens,
-            )
-            live = self._router.submit(reservation, spec, token_ids, text, model.tokenizer)
-            await self._answer(live, context, span)
+            live = await self._submit(request, reservation, model_name, context)
+            try:
+                await self._answer(live, context)
+            finally:
+                spans.note_outcome(span, live)
 
-    async def _answer(self, live: Request, context: Any, span: Span) -> None:
+    async def _submit(
+        self,
+        request: inference_pb2.GenerateRequest,
+        reservation: Reservation,
+        model_name: str,
+        context: Any,
+    ) -> Request:
+        """Check a request, read its prompt, and let it in."""
+        services = self._services
+        model = services.models[model_name]
+        bounds = wire.Bounds(self._vocab_size(model_name), services.max_prompt_bytes)
+        spec = wire.to_spec(
+            request,
+            bounds,
+            request_id=reservation.request_id,
+            model=model_name,
+            deadline_unix_s=_call_deadline(context),
+            traceparent=telemetry.current_traceparent(),
+        )
+        token_ids, text = await services.prompts.read(
+            model,
+            wire.to_prompt(request, bounds),
+            echo=spec.echo,
+            keep_special_tokens=spec.keep_special_tokens,
+        )
+        return self._router.submit(reservation, spec, token_ids, text, model.tokenizer)
+
+    async def _answer(self, live: Request, context: Any) -> None:
         request_id = live.spec.request_id
         stream = replies(live, self._router)
         try:
             async for reply in stream:
                 if reply.usage is not None:
-                    note_answer(span, live, reply.usage)
                     context.set_trailing_metadata(_trailing_metadata(live, self._router))
                 await context.write(wire.to_response(request_id, reply))
         finally:
