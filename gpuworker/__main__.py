@@ -15,6 +15,7 @@ import msgspec
 
 from gpuworker.config import WorkerSettings
 from headrace.service import config, telemetry
+from headrace.service.model_files import ModelFilesError, resolve
 from headrace.service.process import ProcessConfig, run, write_address
 from headrace.service.serving import GrpcServer, ServingConfig, wait_for_signal
 
@@ -103,8 +104,15 @@ def _load(settings: WorkerSettings) -> Any:
     torch.set_num_threads(settings.num_threads or num_compute_threads())
     started = time.monotonic()
     try:
-        engine = load_engine(settings, Path(settings.model), _ProgressLog())
-    except (WeightError, UnsupportedModelError, KvPoolError, ValueError) as error:
+        path = resolve(settings.model)
+        engine = load_engine(settings, path, _ProgressLog())
+    except (
+        ModelFilesError,
+        WeightError,
+        UnsupportedModelError,
+        KvPoolError,
+        ValueError,
+    ) as error:
         raise config.ConfigError(f"cannot serve {settings.model}: {error}") from error
     limits = engine.runner.limits
     logger.info(

@@ -23,7 +23,7 @@ from headrace.status.embedded import EmbeddedStore, EmbeddedStoreError
 T = TypeVar("T")
 Tell = Callable[[str], None]
 
-_POLL_S = 0.05
+_POLL_S = 0.1
 _NUM_LAST_LINES = 15
 _MAX_LINE_BYTES = 1 << 20
 _LAST_WORDS_S = 1.0
@@ -260,7 +260,10 @@ class _Start:
             *config.shared_flags,
             *flags,
         ]
-        await child.start(command, os.environ | dict(environment or {}))
+        # The services lie beside us, installed or not.
+        beside = str(Path(__file__).parents[1])
+        path = os.pathsep.join(filter(None, [os.environ.get("PYTHONPATH"), beside]))
+        await child.start(command, os.environ | {"PYTHONPATH": path} | dict(environment or {}))
         self.children.append(child)
         return name
 

@@ -72,7 +72,7 @@ class GpuWorkerService(gpuworker_pb2_grpc.GpuWorkerServicer):
         self._engine: Engine | None = None
         self._is_draining = False
         self._stream: _Stream | None = None
-        self._num_running_steps = 0
+        self._num_queued = 0
         self._is_idle = asyncio.Event()
         self._is_idle.set()
 
@@ -85,7 +85,7 @@ class GpuWorkerService(gpuworker_pb2_grpc.GpuWorkerServicer):
         self._engine = engine
 
     async def drain(self, timeout_s: float) -> bool:
-        """Takes no new stream; waits until no step runs. False when that took too long."""
+        """Takes no new stream; waits until every row is freed. False when that took too long."""
         self._is_draining = True
         try:
             async with asyncio.timeout(timeout_s):
@@ -140,8 +140,10 @@ class GpuWorkerService(gpuworker_pb2_grpc.GpuWorkerServicer):
                 yield wire.step_result(await self._finished(result))
                 stream.room.release()
         finally:
-            stream.is_current = False
             reader.cancel()
+            if stream.is_current:
+                stream.is_current = False
+                self._run_on_model_thread(engine.runner.reset)
 
     async def TransferBlocks(
         self, _chunks: AsyncIterator[gpuworker_pb2.BlockChunk], _context: Any
@@ -194,15 +196,19 @@ class GpuWorkerService(gpuworker_pb2_grpc.GpuWorkerServicer):
                 raise _StaleStreamError
             return work()
 
-        self._num_running_steps += 1
+        return self._run_on_model_thread(run)
+
+    def _run_on_model_thread(self, work: Callable[[], Any]) -> "asyncio.Future[Any]":
+        self._num_queued += 1
         self._is_idle.clear()
-        future = asyncio.get_running_loop().run_in_executor(self._model_thread, run)
+        future = asyncio.get_running_loop().run_in_executor(self._model_thread, work)
         future.add_done_callback(self._note_done)
         return future
 
     def _note_done(self, future: "asyncio.Future[Any]") -> None:
-        self._num_running_steps -= 1
-        if self._num_running_steps == 0:
+        self._num_queued -= 1
+        # With nothing queued, the model's thread is not using the rows: they can be looked at.
+        if self._num_queued == 0 and not self._require_engine().runner.num_requests:
             self._is_idle.set()
         if not future.cancelled():
             future.exception()  # seen: nobody waits for a step whose stream is over

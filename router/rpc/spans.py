@@ -6,7 +6,7 @@ Its `traceparent` goes to the scheduler, so that what happens there hangs under 
 from contextlib import AbstractContextManager
 from typing import Any
 
-from opentelemetry.trace import Span
+from opentelemetry.trace import Span, SpanKind
 
 from headrace.service import telemetry
 from headrace.v1 import inference_pb2
@@ -22,16 +22,21 @@ def generation(
     operation = "chat" if request.WhichOneof("prompt") == "chat" else "text_completion"
     # Inside the server's own span where there is one, else under whatever the caller sent.
     parent = telemetry.current_traceparent() or telemetry.incoming_traceparent(context) or ""
-    return telemetry.start_span(
-        f"{operation} {model}",
-        parent,
-        {
-            telemetry.OPERATION_NAME: operation,
-            telemetry.PROVIDER_NAME: _PROVIDER,
-            telemetry.REQUEST_MODEL: model,
-            telemetry.RESPONSE_ID: request_id,
-        },
-    )
+    attributes: dict[str, str | int | float | bool] = {
+        telemetry.OPERATION_NAME: operation,
+        telemetry.PROVIDER_NAME: _PROVIDER,
+        telemetry.REQUEST_MODEL: model,
+        telemetry.RESPONSE_MODEL: model,
+        telemetry.RESPONSE_ID: request_id,
+    }
+    sampling = request.sampling
+    if sampling.HasField("max_tokens"):
+        attributes[telemetry.REQUEST_MAX_TOKENS] = sampling.max_tokens
+    if sampling.HasField("temperature"):
+        attributes[telemetry.REQUEST_TEMPERATURE] = sampling.temperature
+    if sampling.HasField("top_p"):
+        attributes[telemetry.REQUEST_TOP_P] = sampling.top_p
+    return telemetry.start_span(f"{operation} {model}", parent, attributes, kind=SpanKind.SERVER)
 
 
 def note_outcome(span: Span, live: Request) -> None:

@@ -42,6 +42,16 @@ class BlockHashes:
             parent = hashlib.blake2b(parent + data[start:end], digest_size=32).digest()
             digests.append(parent)
 
+    def named(self, index: int, data: bytes) -> bytes:
+        """Digest of block `index`, the next one or an earlier one; data is its tokens' bytes."""
+        digests = self.digests
+        if index < len(digests):
+            return digests[index]
+        parent = digests[-1] if digests else self._root
+        digest = hashlib.blake2b(parent + data, digest_size=32).digest()
+        digests.append(digest)
+        return digest
+
     def advance(self, token_ids: NDArray[np.int32], num_blocks: int = BLOCKS_PER_SLICE) -> bool:
         """Digest at most `num_blocks` more of token_ids; True when all full blocks are done."""
         num_full = len(token_ids) // self.block_size

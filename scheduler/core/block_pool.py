@@ -84,16 +84,16 @@ class BlockPool:
             free[block_id] = None
             free.move_to_end(block_id, last=False)
 
-    def register(self, block_id: int, digest: bytes) -> None:
-        """Make a referenced block findable by its contents."""
-        self._digest_by_block[block_id] = digest
-        holders = self._blocks_by_digest.get(digest)
-        if holders is None:
-            self._blocks_by_digest[digest] = block_id
-        elif isinstance(holders, dict):
-            holders[block_id] = None
-        else:
-            self._blocks_by_digest[digest] = {holders: None, block_id: None}
+    def register(self, block_ids: Sequence[int], digests: Sequence[bytes]) -> None:
+        """Make referenced blocks findable by their contents."""
+        digest_by_block, blocks_by_digest = self._digest_by_block, self._blocks_by_digest
+        for block_id, digest in zip(block_ids, digests, strict=True):
+            digest_by_block[block_id] = digest
+            holders = blocks_by_digest.setdefault(digest, block_id)
+            if isinstance(holders, dict):
+                holders[block_id] = None
+            elif holders != block_id:
+                blocks_by_digest[digest] = {holders: None, block_id: None}
 
     def find(self, digest: bytes) -> int | None:
         """The block registered first among those that hold these contents."""

@@ -38,9 +38,10 @@ class KvCache:
         self._table = table
         self.block_size = config.block_size
         self._max_model_len = config.max_model_len
+        self._offsets = np.arange(config.block_size)  # of tokens in a block
         self._is_caching = config.enable_prefix_caching
         # Draft models write KV ahead of the accepted tokens.
-        self.num_lookahead = config.num_spec_tokens if config.spec_kind in {"draft", "eagle"} else 0
+        self.num_lookahead = config.num_lookahead_tokens
         # The drafter reads the last hit block's hidden states, so that block is computed again.
         self._is_last_hit_dropped = config.spec_kind == "eagle"
 
@@ -116,20 +117,31 @@ class KvCache:
         table = self._table
         size = self.block_size
         num_blocks = table.num_blocks[rows]
-        ahead = np.minimum(num_computed + self.num_lookahead, self._max_model_len)
-        num_missing = np.maximum((ahead + (size - 1)) // size - num_blocks, 0)
-        total = int(num_missing.sum())
+        ahead = num_computed + (self.num_lookahead + size - 1)
+        np.minimum(ahead, self._max_model_len + size - 1, out=ahead)
+        num_missing = ahead // size - num_blocks
+        np.maximum(num_missing, 0, out=num_missing)
+        total = int(np.add.reduce(num_missing))
         if total > self.pool.num_free:
             return None
         block_ids = self.pool.take(total)
         grown_rows = np.repeat(rows, num_missing)
-        ends = np.cumsum(num_missing)
-        places = np.arange(total) + np.repeat(num_blocks - (ends - num_missing), num_missing)
-        table.block_table[grown_rows, places] = block_ids
+        first_places = num_blocks - (np.add.accumulate(num_missing) - num_missing)
+        table.block_table[grown_rows, np.arange(total) + np.repeat(first_places, num_missing)] = (
+            block_ids
+        )
         num_blocks += num_missing
         table.num_blocks[rows] = num_blocks
-        for row, count in zip(rows.tolist(), num_computed.tolist(), strict=True):
-            self.register(row, count)
+        next_growth = num_blocks * size + (1 - self.num_lookahead)
+        if not self._is_caching:
+            table.next_block_event[rows] = next_growth
+            return grown_rows, block_ids
+        num_full = np.minimum(num_computed, table.num_tokens[rows]) // size
+        num_registered = table.num_registered[rows]
+        np.maximum(num_full, num_registered, out=num_full)
+        self._name_blocks_of_rows(rows, num_registered, num_full)
+        table.num_registered[rows] = num_full
+        table.next_block_event[rows] = np.minimum(next_growth, (num_full + 1) * size)
         return grown_rows, block_ids
 
     def register(self, row: int, num_computed: int) -> None:
@@ -142,20 +154,47 @@ class KvCache:
         if not self._is_caching:
             table.next_block_event[row] = next_growth
             return
-        num_tokens = table.num_tokens.item(row)
-        num_full = min(num_computed, num_tokens) // self.block_size
+        num_full = min(num_computed, table.num_tokens.item(row)) // self.block_size
         num_registered = table.num_registered.item(row)
         if num_full > num_registered:
-            hashes = table.request(row).block_hashes
-            hashes.extend(table.token_ids[row], num_full)
-            block_ids = table.block_table[row, num_registered:num_full].tolist()
-            for block_id, digest in zip(
-                block_ids, hashes.digests[num_registered:num_full], strict=True
-            ):
-                self.pool.register(block_id, digest)
+            self._name_blocks(row, num_registered, num_full)
             table.num_registered[row] = num_registered = num_full
         next_full = (num_registered + 1) * self.block_size
         table.next_block_event[row] = min(next_growth, next_full)
+
+    def _name_blocks(self, row: int, first: int, end: int) -> None:
+        """Register a row's blocks from `first` up to `end` under their digests."""
+        table = self._table
+        hashes = table.request(row).block_hashes
+        hashes.extend(table.token_ids[row], end)
+        block_ids = table.block_table[row, first:end].tolist()
+        self.pool.register(block_ids, hashes.digests[first:end])
+
+    def _name_blocks_of_rows(self, rows: IntpArray, firsts: Int32Array, ends: Int32Array) -> None:
+        """As _name_blocks for several rows, in their order; most rows have one block at most."""
+        is_named = ends > firsts
+        if not np.count_nonzero(is_named):
+            return
+        table, size = self._table, self.block_size
+        rows, firsts, ends = rows[is_named], firsts[is_named], ends[is_named]
+        # The first block's tokens of every row are read together.
+        places = (firsts * size)[:, None] + self._offsets
+        data = table.token_ids[rows[:, None], places].tobytes()
+        width = len(data) // len(rows)
+        block_ids = table.block_table[rows, firsts].tolist()
+        digests = []
+        numbers = zip(rows.tolist(), firsts.tolist(), ends.tolist(), strict=True)
+        for number, (row, first, end) in enumerate(numbers):
+            hashes = table.request(row).block_hashes
+            if end - first == 1:
+                digests.append(hashes.named(first, data[number * width : (number + 1) * width]))
+                continue
+            # Of equal contents the block registered first is found, so the order counts.
+            self.pool.register(block_ids[: len(digests)], digests)
+            del block_ids[: len(digests) + 1]
+            digests.clear()
+            self._name_blocks(row, first, end)
+        self.pool.register(block_ids, digests)
 
     def release(self, row: int) -> None:
         """Give back every block of a row."""

@@ -87,12 +87,24 @@ class SchedulerCore:
                 f"max_model_len = {config.max_model_len}"
             )
         num_blocks = -(-num_prompt_tokens // config.block_size) + 1
-        if num_blocks > config.num_gpu_blocks - 1:
+        if num_blocks >= config.num_gpu_blocks or num_prompt_tokens >= config.max_num_tokens:
             return (
                 f"the prompt has {num_prompt_tokens} tokens and needs {num_blocks} KV blocks; "
                 f"there are {config.num_gpu_blocks - 1}"
             )
+        if not config.enable_chunked_prefill and num_prompt_tokens > self._max_unchunked_tokens:
+            return (
+                f"the prompt has {num_prompt_tokens} tokens; without chunked prefill the limit is "
+                f"max_num_batched_tokens = {config.max_num_batched_tokens}"
+            )
         return None
+
+    @property
+    def _max_unchunked_tokens(self) -> int:
+        threshold = self.config.long_prefill_token_threshold
+        budget = self.config.max_num_batched_tokens
+        # As the reference: the threshold cuts even what must not be chunked.
+        return self.config.max_model_len if 0 < threshold <= budget else budget
 
     def mark_ready(self, request_id: str) -> None:
         """What a request was blocked on (its grammar) is there; unknown ids are ignored."""
@@ -105,6 +117,13 @@ class SchedulerCore:
     ) -> FinishedRequest | None:
         """End a request now; its blocks are free at once. None: unknown or already finished."""
         return self.state.end(key, status)
+
+    def output_token_ids(self, key: int) -> Int32Array:
+        """[num_output_tokens] what a live request has generated so far; a copy."""
+        request = self.state.requests[key]
+        is_running = request.row >= 0
+        token_ids = self.state.table.tokens(request.row) if is_running else request.token_ids
+        return token_ids[request.num_prompt_tokens :].copy()
 
     def set_pause(self, pause: Pause) -> None:
         """Stop admissions, or everything, from the next step on."""
@@ -210,18 +229,17 @@ class SchedulerCore:
         self, batch: StepBatch, columns: BatchColumns, expired: tuple[FinishedRequest, ...]
     ) -> StepPlan:
         state = self.state
-        num_drafts = draft_ids = np.empty(0, np.int32)
+        num_drafts = draft_ids = EMPTY_INT32
         if batch.has_drafts and columns.num_drafts is not None:
             num_drafts = columns.num_drafts
             is_draft = np.arange(self.config.num_spec_tokens) < num_drafts[:, None]
             draft_ids = state.table.draft_ids[columns.rows][is_draft]
-        freed_rows, state.freed_rows = state.freed_rows, []
         return StepPlan(
             step_id=batch.step_id,
-            freed_rows=np.array(freed_rows, dtype=np.int32),
+            freed_rows=_taken(state.freed_rows),
             row_requests=tuple(batch.row_requests),
-            appended_block_rows=np.array(batch.grown_rows, dtype=np.int32),
-            appended_block_ids=np.array(batch.grown_ids, dtype=np.int32),
+            appended_block_rows=_taken(batch.grown_rows),
+            appended_block_ids=_taken(batch.grown_ids),
             rows=columns.rows.astype(np.int32),
             num_computed_tokens=columns.num_computed,
             num_scheduled_tokens=columns.num_scheduled,
@@ -246,8 +264,9 @@ class SchedulerCore:
         table.num_computed[rows] = after
         is_chunk = after < columns.goals
         table.is_prefill_chunk[rows] = is_chunk
-        for row in rows[is_chunk].tolist():
-            table.request(row).history.num_chunks += 1
+        if np.count_nonzero(is_chunk):
+            for row in rows[is_chunk].tolist():
+                table.request(row).history.num_chunks += 1
         if self.config.num_spec_tokens:
             # Drafts that were not scheduled are lost; the next ones of a pipeline are the worker's.
             next_drafts = self.config.num_spec_tokens if state.is_pipelined else 0
@@ -280,6 +299,15 @@ class SchedulerCore:
         waiting = {request.key for request in state.queues}
         assert not running & waiting, f"running and waiting: {running & waiting}"
         assert running | waiting == set(state.requests), "a request is lost"
+
+
+def _taken(numbers: list[int]) -> Int32Array:
+    """The numbers as a column; the list is empty afterwards."""
+    if not numbers:
+        return EMPTY_INT32
+    column = np.array(numbers, dtype=np.int32)
+    numbers.clear()
+    return column
 
 
 def _facts(batch: StepBatch) -> StepFacts:
