@@ -1,4 +1,4 @@
-"""Whatever happens to a scheduler: its promises hold, both of its paths agree, recordings replay."""
+"""Whatever happens to a scheduler: promises hold, both paths agree, recordings replay."""
 
 import json
 from collections import deque
