@@ -7,7 +7,7 @@ BIN := $(VENV)/bin
 STAMP := $(VENV)/.installed
 
 .DEFAULT_GOAL := help
-.PHONY: help setup demo test check format protos lock clean
+.PHONY: help setup demo test bench-scheduler check format protos lock clean
 
 help: ## Say what there is
 	@awk -F ':.*## ' '/^[a-z-]+:.*## / {printf "  make %-16s %s\n", $$1, $$2}' $(MAKEFILE_LIST)
@@ -27,6 +27,9 @@ demo: $(STAMP) ## Serve the small real model here and chat with it
 
 test: $(STAMP) ## Run the tests
 	@$(BIN)/python -m pytest -q $(ARGS)
+
+bench-scheduler: $(STAMP) ## What a step costs the scheduling core
+	@$(BIN)/python -m benchmarks.scheduler $(ARGS)
 
 check: $(STAMP) ## Format, lint, types, layers, protos, sizes
 	$(BIN)/ruff format --check .
