@@ -9,6 +9,8 @@ STAMP := $(VENV)/.installed
 .DEFAULT_GOAL := help
 .PHONY: help setup demo test bench check format protos lock clean
 
+.PHONY: help setup demo test bench-scheduler check format protos lock clean
+
 help: ## Say what there is
 	@awk -F ':.*## ' '/^[a-z-]+:.*## / {printf "  make %-16s %s\n", $$1, $$2}' $(MAKEFILE_LIST)
 
@@ -30,6 +32,9 @@ test: $(STAMP) ## Run the tests
 
 bench: $(STAMP) ## Serve the small real model here and load it in three ways
 	@$(BIN)/python -m benchmarks.end_to_end $(ARGS)
+
+bench-scheduler: $(STAMP) ## What a step costs the scheduling core
+	@$(BIN)/python -m benchmarks.scheduler $(ARGS)
 
 check: $(STAMP) ## Format, lint, types, layers, protos, sizes
 	$(BIN)/ruff format --check .
