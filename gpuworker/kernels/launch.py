@@ -14,7 +14,6 @@ from triton.runtime.interpreter import InterpretedFunction
 
 Grid = tuple[int, int, int]
 
-IS_INTERPRETED = isinstance(triton.jit(lambda: None), InterpretedFunction)
 # Triton's AMD backend addresses tensors below this with 32 bits.
 _SMALL_BYTES = 1 << 31
 _ALIGNMENT = 16
@@ -37,6 +36,7 @@ class HeldKernel:
         self, function: Any, constants: Mapping[str, Any], options: Mapping[str, Any]
     ) -> None:
         self._function = function
+        self._is_interpreted = isinstance(function, InterpretedFunction)
         self._constants = dict(constants)
         self._constant_values = tuple(constants.values())
         self._options = dict(options)
@@ -48,7 +48,7 @@ class HeldKernel:
 
     def __call__(self, grid: Grid, *arguments: Any) -> None:
         """Starts the kernel on the current stream; arguments are all but the constants."""
-        if IS_INTERPRETED:
+        if self._is_interpreted:
             self._function[grid](*arguments, **self._constants)
             return
         key = tuple([_class_of(argument) for argument in arguments])

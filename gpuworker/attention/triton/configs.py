@@ -105,13 +105,14 @@ def _decode_rule(target: Target, key: ConfigKey) -> TileConfig:
 
 
 def _chunk_rule(target: Target, key: ConfigKey) -> TileConfig:
-    head_dim = padded(key.head_dim)
-    is_wide = head_dim > 128
-    block_n = 64 if not is_wide else 32
+    is_wide = padded(key.head_dim) > 128
+    # Ampere's products hold both operands in registers: with gathered pages a wider tile spills.
+    is_tight = not target.is_amd and not target.has_descriptors
+    block_n = 32 if is_wide or (is_tight and key.page < 64) else 64
     return TileConfig(
         block_m=64 if is_wide else 128,
         block_n=block_n,
-        num_warps=8 if not is_wide else 4,
+        num_warps=4 if is_wide and not is_tight else 8,
         num_stages=1 if target.is_amd else 2,
         skips_masks=True,
         uses_descriptors=_can_use_descriptors(target, key) and key.page == block_n,
