@@ -1,5 +1,7 @@
 """The paged KV cache's memory: how many blocks fit, and the tensors that hold them."""
 
+import math
+import mmap
 import sys
 from collections.abc import Sequence
 from pathlib import Path
@@ -57,16 +59,18 @@ def available_bytes(device: torch.device) -> int:
 def allocate(
     config: ModelConfig, num_blocks: int, block_size: int, dtype: torch.dtype, device: torch.device
 ) -> Sequence[LayerKv]:
-    """One pool per layer, zeroed."""
+    """One pool per layer, zeroed. On a CPU a page is taken only when it is first written."""
     shape = kv_shape(config, num_blocks, block_size)
     size = (shape.num_blocks, shape.num_kv_heads, shape.block_size, shape.head_dim)
-    return [
-        LayerKv(
-            torch.zeros(size, dtype=dtype, device=device),
-            torch.zeros(size, dtype=dtype, device=device),
-        )
-        for _ in config.layers
-    ]
+
+    def pool() -> torch.Tensor:
+        if device.type != "cpu":
+            return torch.zeros(size, dtype=dtype, device=device)
+        # torch.zeros would write every page of what may be most of the machine's memory.
+        pages = mmap.mmap(-1, math.prod(size) * dtype.itemsize)
+        return torch.frombuffer(pages, dtype=dtype).view(size)
+
+    return [LayerKv(pool(), pool()) for _ in config.layers]
 
 
 def kv_shape(config: ModelConfig, num_blocks: int, block_size: int) -> KvShape:

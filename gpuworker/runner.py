@@ -55,6 +55,11 @@ class ModelRunner:
         self._rows = InputBatch(limits)
         self._clock = clock
 
+    @property
+    def num_requests(self) -> int:
+        """Rows that hold a request."""
+        return int(self._rows.slots.is_occupied.sum())
+
     def reset(self) -> None:
         """Empties every row, as a new stream begins."""
         self._rows.clear()

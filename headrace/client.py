@@ -1,1 +1,395 @@
-"""Async client of the public API (headrace.v1.Inference)."""
+"""Async client of Headrace's public API, headrace.v1.Inference.
+
+    async with HeadraceClient("127.0.0.1:8700") as client:
+        async for delta in client.generate("Once upon a time", sampling=Sampling(max_tokens=64)):
+            print(delta.text, end="")
+
+Refusals and failures are `ServiceError`: a canonical code, a stable reason, a message that says
+what to do. Leaving a stream early, by `break` with `aclosing`, by an exception or by cancelling
+the task, cancels the request on the server.
+"""
+
+import asyncio
+import contextlib
+import time
+import uuid
+from collections import defaultdict
+from collections.abc import AsyncGenerator, AsyncIterator, Iterable, Iterator, Sequence
+from dataclasses import fields
+from typing import Any, Self
+
+import grpc
+import grpc.aio
+from opentelemetry.trace import SpanKind
+
+from headrace.service import telemetry
+from headrace.service.channels import ChannelConfig, open_channel
+from headrace.service.errors import ServiceError, from_rpc_error, invalid
+from headrace.types import (
+    AbortOutcome,
+    AbortResult,
+    ChatMessage,
+    Completion,
+    Delta,
+    ExplainEvent,
+    Explanation,
+    FinishReason,
+    ModelInfo,
+    Output,
+    PoolInfo,
+    RequestRecord,
+    Sampling,
+    TokenLogprobs,
+    Usage,
+    WorkerInfo,
+)
+from headrace.v1 import common_pb2, inference_pb2, inference_pb2_grpc
+
+__all__ = ["ChannelConfig", "ChatMessage", "HeadraceClient", "Sampling", "ServiceError"]
+
+Prompt = str | Sequence[int] | Sequence[ChatMessage]
+
+_SERVICE = "headrace.v1.Inference"
+_CALL_TIMEOUT_S = 15.0
+
+_FINISH_REASONS = {
+    common_pb2.FINISH_REASON_STOP: FinishReason.STOP,
+    common_pb2.FINISH_REASON_LENGTH: FinishReason.LENGTH,
+    common_pb2.FINISH_REASON_ABORTED: FinishReason.ABORTED,
+    common_pb2.FINISH_REASON_ERROR: FinishReason.ERROR,
+    common_pb2.FINISH_REASON_DEADLINE: FinishReason.DEADLINE,
+    common_pb2.FINISH_REASON_REPETITION: FinishReason.REPETITION,
+}
+_ABORT_RESULTS = {
+    inference_pb2.AbortOutcome.RESULT_ABORTED: AbortResult.ABORTED,
+    inference_pb2.AbortOutcome.RESULT_ALREADY_FINISHED: AbortResult.ALREADY_FINISHED,
+}
+
+
+class HeadraceClient:
+    """Calls one router, or any of several behind one address. Owns its channel.
+
+    Use it in `async with`, in one event loop; it is safe to share between that loop's tasks.
+    """
+
+    def __init__(self, target: str, config: ChannelConfig | None = None) -> None:
+        """
+        Args:
+            target: "host:port" or "unix:PATH".
+            config: TLS, token and message size; None: plain text without a token.
+        """
+        self._target = target
+        self._channel = open_channel(target, config)
+        self._stub: Any = inference_pb2_grpc.InferenceStub(self._channel)
+
+    async def __aenter__(self) -> Self:
+        return self
+
+    async def __aexit__(self, *_: object) -> None:
+        await self.aclose()
+
+    async def aclose(self) -> None:
+        """Closes the channel; calls in progress are cancelled."""
+        await self._channel.close()
+
+    def generate(
+        self,
+        prompt: Prompt,
+        *,
+        model: str = "",
+        sampling: Sampling | None = None,
+        request_id: str = "",
+        priority: int = 0,
+        tenant: str = "",
+        deadline_s: float | None = None,
+        cache_salt: str = "",
+        include_stop_str_in_output: bool = False,
+        echo: bool = False,
+        keep_special_tokens: bool = False,
+    ) -> AsyncGenerator[Delta, None]:
+        """Streams completions of a prompt.
+
+        Args:
+            prompt: text, used as it is; token ids; or chat messages, put through the model's
+                chat template.
+            model: may be empty where one model is served.
+            sampling: None is the server's defaults.
+            request_id: your own, to abort, resume or ask about it; empty: one is made.
+            priority: smaller is more urgent.
+            tenant: who pays.
+            deadline_s: seconds from now after which the request ends with reason DEADLINE.
+            cache_salt: separates prefix-cache entries of different users.
+            include_stop_str_in_output: keep a matched stop string in the text.
+            echo: send the prompt's text before the output.
+            keep_special_tokens: leave special tokens in the text.
+
+        Raises:
+            ServiceError: refused, or failed on the way; reason UNREACHABLE: no server there.
+        """
+        with _naming("request"):
+            request = inference_pb2.GenerateRequest(
+                request_id=request_id or new_request_id(),
+                model=model,
+                sampling=_sampling(sampling or Sampling()),
+                priority=priority,
+                tenant=tenant,
+                cache_salt=cache_salt,
+                include_stop_str_in_output=include_stop_str_in_output,
+                echo=echo,
+                keep_special_tokens=keep_special_tokens,
+            )
+        with _naming("prompt"):
+            _set_prompt(request, prompt)
+        if deadline_s is not None:
+            request.deadline.FromNanoseconds(time.time_ns() + int(deadline_s * 1e9))
+        return self._stream("Generate", request)
+
+    def resume(self, request_id: str, from_token: int = 0) -> AsyncGenerator[Delta, None]:
+        """Goes on streaming a live or finished request, from the given generated token."""
+        request = inference_pb2.ResumeRequest(request_id=request_id, from_token=from_token)
+        return self._stream("Resume", request)
+
+    async def complete(self, prompt: Prompt, **options: Any) -> Completion:
+        """The whole answer at once; options as `generate` takes them."""
+        async with contextlib.aclosing(self.generate(prompt, **options)) as deltas:
+            return await gather(deltas)
+
+    async def abort(self, request_ids: Sequence[str]) -> list[AbortOutcome]:
+        """Ends requests, 1 to 1000 of them; outcomes come in the order asked."""
+        request = inference_pb2.AbortRequest(request_ids=request_ids)
+        response = await self._call("Abort", request)
+        return [
+            AbortOutcome(o.request_id, _ABORT_RESULTS.get(o.result, AbortResult.NOT_FOUND))
+            for o in response.outcomes
+        ]
+
+    async def status(self, request_id: str) -> RequestRecord:
+        """Where a request stands; ServiceError NOT_FOUND when nothing is known of it."""
+        request = inference_pb2.GetStatusRequest(request_id=request_id)
+        r = await self._call("GetStatus", request)
+        return RequestRecord(
+            request_id=r.request_id,
+            state=r.state,
+            epoch=r.epoch,
+            tenant=r.tenant,
+            model=r.model,
+            create_time_unix_s=r.create_time.ToNanoseconds() / 1e9,
+            update_time_unix_s=r.update_time.ToNanoseconds() / 1e9,
+            prompt_tokens=r.prompt_tokens,
+            completion_tokens=r.completion_tokens,
+            detail=r.detail,
+        )
+
+    async def explain(self, request_id: str) -> Explanation:
+        """Why a request, running or recently finished, got what it got."""
+        request = inference_pb2.ExplainRequest(request_id=request_id)
+        r = await self._call("Explain", request)
+        return Explanation(
+            request_id=r.request_id,
+            events=tuple(map(_explain_event, r.events)),
+            steps_waited_by_cause=dict(r.steps_waited_by_cause),
+            recomputed_tokens=r.recomputed_tokens,
+            cached_tokens=r.cached_tokens,
+            num_preemptions=r.num_preemptions,
+        )
+
+    async def models(self) -> list[ModelInfo]:
+        """Models that at least one worker serves, by name."""
+        response = await self._call("ListModels", inference_pb2.ListModelsRequest())
+        return [
+            ModelInfo(
+                name=m.name,
+                max_model_len=m.max_model_len,
+                vocab_size=m.vocab_size,
+                num_ready_workers=m.num_ready_workers,
+            )
+            for m in response.models
+        ]
+
+    async def pool(self) -> PoolInfo:
+        """The workers and their load, as the router sees them."""
+        response = await self._call("GetPool", inference_pb2.GetPoolRequest())
+        return PoolInfo(
+            workers=tuple(map(_worker, response.workers)),
+            num_queued=response.num_queued,
+            num_in_flight=response.num_in_flight,
+        )
+
+    async def _call(self, method: str, request: Any) -> Any:
+        """One unary call, traced, its errors mapped."""
+        with telemetry.start_span(f"{_SERVICE}/{method}", kind=SpanKind.CLIENT) as span:
+            call = getattr(self._stub, method)(
+                request, timeout=_CALL_TIMEOUT_S, metadata=telemetry.outgoing_metadata(span)
+            )
+            with self._errors():
+                return await call
+
+    async def _stream(self, method: str, request: Any) -> AsyncGenerator[Delta, None]:
+        """One streaming call, traced, its errors mapped, cancelled when we leave."""
+        # Not made current: a generator shares its consumer's context between two yields.
+        span = telemetry.begin_span(f"{_SERVICE}/{method}", kind=SpanKind.CLIENT)
+        call = getattr(self._stub, method)(request, metadata=telemetry.outgoing_metadata(span))
+        try:
+            with self._errors():
+                async for response in call:
+                    for delta in _deltas(response):
+                        yield delta
+        except BaseException as error:
+            telemetry.note_error(span, error)
+            raise
+        finally:
+            # Leaving `async for` does not end the call, not even when it is garbage.
+            call.cancel()
+            span.end()
+
+    @contextlib.contextmanager
+    def _errors(self) -> Iterator[None]:
+        """Turns what gRPC raises into ServiceError."""
+        try:
+            yield
+        except grpc.aio.AioRpcError as error:
+            mapped = from_rpc_error(error)
+            if mapped.reason == grpc.StatusCode.UNAVAILABLE.name:
+                # No reason of ours: nobody of ours has answered.
+                text = f"cannot reach a Headrace router at {self._target}: {mapped.message}"
+                mapped = ServiceError(grpc.StatusCode.UNAVAILABLE, "UNREACHABLE", text)
+            raise mapped from error
+        except asyncio.CancelledError:
+            # grpc.aio raises this too when it is the server that ends a call as CANCELLED.
+            task = asyncio.current_task()
+            if task is not None and task.cancelling():
+                raise
+            text = "the call was cancelled by the server or on the way"
+            raise ServiceError(grpc.StatusCode.CANCELLED, "CANCELLED", text) from None
+
+
+def new_request_id() -> str:
+    """An id that nobody else has."""
+    return uuid.uuid4().hex
+
+
+async def gather(deltas: AsyncIterator[Delta]) -> Completion:
+    """Puts the deltas of one request together."""
+    by_index: dict[int, list[Delta]] = defaultdict(list)
+    request_id, usage = "", None
+    prompt_logprobs: tuple[TokenLogprobs, ...] = ()
+    async for delta in deltas:
+        by_index[delta.index].append(delta)
+        request_id = delta.request_id
+        usage = delta.usage or usage
+        prompt_logprobs = delta.prompt_logprobs or prompt_logprobs
+    return Completion(
+        request_id=request_id,
+        outputs=tuple(_output(by_index[index]) for index in sorted(by_index)),
+        usage=usage,
+        prompt_logprobs=prompt_logprobs,
+    )
+
+
+def _output(deltas: Sequence[Delta]) -> Output:
+    ended = next((d for d in deltas if d.finish_reason is not None), None)
+    return Output(
+        text="".join(d.text for d in deltas),
+        token_ids=tuple(t for d in deltas for t in d.token_ids),
+        finish_reason=ended.finish_reason if ended else None,
+        matched_stop=ended.matched_stop if ended else None,
+        logprobs=tuple(entry for d in deltas for entry in d.logprobs),
+    )
+
+
+def _set_prompt(request: inference_pb2.GenerateRequest, prompt: Prompt) -> None:
+    if isinstance(prompt, str):
+        request.text = prompt
+    elif prompt and isinstance(prompt[0], ChatMessage):
+        request.chat.SetInParent()
+        for message in prompt:
+            request.chat.messages.add(role=message.role, content=message.content)  # type: ignore[union-attr]
+    else:
+        request.token_ids.ids.extend(prompt)  # type: ignore[arg-type]
+        request.token_ids.SetInParent()
+
+
+def _sampling(sampling: Sampling) -> common_pb2.SamplingParams:
+    """Names are the same on both sides; None stays unset."""
+    params = common_pb2.SamplingParams()
+    for field in fields(Sampling):
+        if (value := getattr(sampling, field.name)) is not None:
+            with _naming(field.name):
+                params.MergeFrom(common_pb2.SamplingParams(**{field.name: value}))
+    return params
+
+
+@contextlib.contextmanager
+def _naming(field: str) -> Iterator[None]:
+    """What the wire cannot carry (a negative count, half a character) is the field's fault."""
+    try:
+        yield
+    except (TypeError, ValueError) as error:
+        raise invalid(field, str(error)) from error
+
+
+def _deltas(response: inference_pb2.GenerateResponse) -> Iterator[Delta]:
+    """One delta per output; what belongs to the whole request goes with the last or first."""
+    usage = None
+    if response.HasField("usage"):
+        u = response.usage
+        usage = Usage(u.prompt_tokens, u.completion_tokens, u.cached_tokens)
+    prompt_logprobs = _logprobs(response.prompt_logprobs)
+    last = len(response.outputs) - 1
+    if last < 0:
+        yield Delta(request_id=response.request_id, usage=usage, prompt_logprobs=prompt_logprobs)
+    for i, output in enumerate(response.outputs):
+        matched = output.WhichOneof("matched_stop")
+        yield Delta(
+            request_id=response.request_id,
+            index=output.index,
+            text=output.text,
+            token_ids=tuple(output.token_ids),
+            first_token_position=output.first_token_position,
+            logprobs=_logprobs(output.logprobs),
+            text_offsets=tuple(output.text_offsets),
+            finish_reason=_FINISH_REASONS.get(output.finish_reason),
+            matched_stop=getattr(output, matched) if matched else None,
+            usage=usage if i == last else None,
+            prompt_logprobs=prompt_logprobs if i == 0 else (),
+        )
+
+
+def _logprobs(entries: Iterable[common_pb2.TokenLogprobs]) -> tuple[TokenLogprobs, ...]:
+    return tuple(
+        TokenLogprobs(
+            e.token_id, e.logprob, e.rank, tuple(zip(e.top_token_ids, e.top_logprobs, strict=True))
+        )
+        for e in entries
+    )
+
+
+def _explain_event(e: inference_pb2.ExplainEvent) -> ExplainEvent:
+    return ExplainEvent(
+        first_step=e.first_step,
+        last_step=e.last_step,
+        kind=e.kind,
+        detail=e.detail,
+        num_tokens=e.num_tokens,
+        queue_position=e.queue_position if e.HasField("queue_position") else None,
+        time_unix_s=e.time_unix_s,
+    )
+
+
+def _worker(w: common_pb2.Worker) -> WorkerInfo:
+    return WorkerInfo(
+        worker_id=w.worker_id,
+        model=w.model,
+        role=common_pb2.WorkerRole.Name(w.role).removeprefix("WORKER_ROLE_").lower(),
+        state=common_pb2.WorkerState.Name(w.state).removeprefix("WORKER_STATE_").lower(),
+        device=w.device,
+        dtype=w.dtype,
+        num_running=w.num_running,
+        num_waiting=w.num_waiting,
+        max_num_seqs=w.max_num_seqs,
+        num_free_kv_blocks=w.num_free_kv_blocks,
+        num_kv_blocks=w.num_kv_blocks,
+        block_size=w.block_size,
+        max_model_len=w.max_model_len,
+        max_num_batched_tokens=w.max_num_batched_tokens,
+    )

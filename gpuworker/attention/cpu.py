@@ -1,4 +1,4 @@
-"""Paged attention with torch's batched matrix products, for any CPU.
+"""Paged attention with torch's batched matrix products: for CPUs, and correct on any device.
 
 Every query's result has the same bits whatever else is in the batch and however its context was
 cut into chunks: keys are taken in tiles that start at multiples of TILE, each product has the fixed
@@ -8,6 +8,7 @@ another kernel would handle, are padded.
 
 from collections import defaultdict
 from dataclasses import dataclass
+from typing import Any
 
 import numpy as np
 import torch
@@ -30,20 +31,27 @@ MIN_ROWS = 4
 MAX_QUERIES = 128
 
 
-class TorchCpuAttention(AttentionBackend):
+class TorchAttention(AttentionBackend):
     """Gathers each request's tiles and multiplies; one-token requests are batched.
 
     Args:
         shape: the pool of each layer.
         num_heads: query heads; a multiple of the KV heads.
+        device: where the pool is.
+
+    Raises:
+        ValueError: the block size does not divide TILE.
     """
 
-    def __init__(self, shape: KvShape, num_heads: int) -> None:
+    def __init__(self, shape: KvShape, num_heads: int, device: torch.device) -> None:
+        if TILE % shape.block_size:
+            raise ValueError(f"block-size must divide {TILE}, {shape.block_size} does not")
         self._shape = shape
         self._num_heads = num_heads
+        self._device = device
 
     def prepare(self, shape: StepShape) -> PreparedStep:
-        return _TorchStep(shape, self._shape, self._num_heads)
+        return _TorchStep(shape, self._shape, self._num_heads, self._device)
 
 
 @dataclass(frozen=True, slots=True)
@@ -61,11 +69,14 @@ class _Piece:
 
 
 class _TorchStep(PreparedStep):
-    def __init__(self, shape: StepShape, kv_shape: KvShape, num_heads: int) -> None:
+    def __init__(
+        self, shape: StepShape, kv_shape: KvShape, num_heads: int, device: torch.device
+    ) -> None:
         self._shape = shape
+        self._device = device
         self._kv_shape = kv_shape
         self._group = num_heads // kv_shape.num_kv_heads
-        self._slots = torch.from_numpy(kv_slots(shape.slot_mapping, kv_shape).reshape(-1))
+        self._slots = self._tensor(kv_slots(shape.slot_mapping, kv_shape).reshape(-1))
         self._pieces_by_window: dict[int | None, list[_Piece]] = {}
 
     def write(self, kv: LayerKv, key: torch.Tensor, value: torch.Tensor) -> None:
@@ -108,7 +119,7 @@ class _TorchStep(PreparedStep):
             piece.is_hidden, -torch.inf
         )
         weights = scores.sub_(scores.amax(-1, keepdim=True)).exp_()
-        total = torch.zeros(weights.shape[:3])
+        total = torch.zeros(weights.shape[:3], device=self._device)
         out = torch.zeros_like(queries)
         for start in range(0, num_keys, TILE):
             tile = weights[..., start : start + TILE]
@@ -217,9 +228,12 @@ class _TorchStep(PreparedStep):
         past = keys[:, :: shape.block_size] >= self._shape.seq_lens[reqs][:, None]
         blocks_by_head[np.broadcast_to(past[:, None, :], blocks_by_head.shape)] = 0
         return _Piece(
-            query_index=torch.from_numpy(queries.reshape(-1).astype(np.int64)),
-            block_index=torch.from_numpy(blocks_by_head.reshape(-1)),
-            is_hidden=torch.from_numpy(is_hidden)[:, None, None],
-            is_unused=torch.from_numpy(is_unused)[:, None, :, None],
+            query_index=self._tensor(queries.reshape(-1).astype(np.int64)),
+            block_index=self._tensor(blocks_by_head.reshape(-1)),
+            is_hidden=self._tensor(is_hidden)[:, None, None],
+            is_unused=self._tensor(is_unused)[:, None, :, None],
             num_queries=queries.shape[1],
         )
+
+    def _tensor(self, values: NDArray[Any]) -> torch.Tensor:
+        return torch.from_numpy(values).to(self._device)

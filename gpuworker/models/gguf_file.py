@@ -6,11 +6,14 @@ from pathlib import Path
 from typing import Any
 
 import gguf
+import numpy as np
 import torch
+from numpy.typing import NDArray
 
 from gpuworker.models.config import LayerConfig, ModelConfig
 from gpuworker.models.errors import UnsupportedModelError, WeightError
 from gpuworker.models.families import model_config
+from gpuworker.models.gguf_header import GgufTensor, read_header
 
 # GGUF architecture -> Hugging Face architecture.
 _ARCHITECTURES = {
@@ -40,20 +43,25 @@ _LAYER_NAMES = {
 }
 _ROPE_DIVISORS = "rope_freqs.weight"
 
+# Types that `dequantize` wants as numbers rather than bytes.
+_PLAIN_TYPES = {
+    gguf.GGMLQuantizationType.F32: np.float32,
+    gguf.GGMLQuantizationType.F16: np.float16,
+}
+# Dequantizing makes several copies: 4 Mi values keep them at some 50 MB.
+_PIECE_VALUES = 1 << 22
+
 
 class GgufSource:
     """A WeightSource over a GGUF file, memory-mapped."""
 
     def __init__(self, file: Path) -> None:
-        reader = _open(file)
-        self._metadata = _Metadata(reader)
-        self._tensor_by_name = {}
-        self._divisors: tuple[float, ...] = ()
-        for tensor in reader.tensors:
-            if tensor.name == _ROPE_DIVISORS:
-                self._divisors = tuple(tensor.data.tolist())
-                continue
-            self._tensor_by_name[_hf_name(tensor.name)] = tensor
+        header = read_header(file)
+        self._buffer = header.buffer
+        self._metadata = _Metadata(header.metadata)
+        self._tensor_by_name = {_hf_name(name): tensor for name, tensor in header.tensors.items()}
+        divisors = self._tensor_by_name.pop(_ROPE_DIVISORS, None)
+        self._divisors = () if divisors is None else tuple(self._values(divisors).tolist())
         if "model.embed_tokens.weight" not in self._tensor_by_name:
             raise WeightError(f"{file.name}: tensor 'token_embd.weight' is missing")
         self.config: ModelConfig = self._config()
@@ -67,20 +75,33 @@ class GgufSource:
         tensor = self._tensor_by_name.get(name)
         if tensor is None:
             raise WeightError(f"tensor {name!r} is missing")
-        try:
-            values = gguf.quants.dequantize(tensor.data, tensor.tensor_type)
-        except NotImplementedError:
-            raise UnsupportedModelError(
-                f"tensor {name!r} has type {tensor.tensor_type.name}, which cannot be dequantized"
-            ) from None
-        weight = torch.from_numpy(values.copy() if not values.flags.writeable else values)
-        return self._uninterleave(name, weight)
+        return self._uninterleave(name, torch.from_numpy(self._values(tensor)))
+
+    def _values(self, tensor: GgufTensor) -> NDArray[np.float32]:
+        """A tensor's values, dequantized piece by piece."""
+        data = np.frombuffer(self._buffer, np.uint8, tensor.num_bytes, tensor.offset)
+        block_size, type_size = gguf.GGML_QUANT_SIZES[tensor.kind]
+        values = np.empty(math.prod(tensor.shape), dtype=np.float32)
+        step = _PIECE_VALUES // block_size
+        for start in range(0, len(data) // type_size, step):
+            piece = data[start * type_size : (start + step) * type_size]
+            if tensor.kind in _PLAIN_TYPES:
+                piece = piece.view(_PLAIN_TYPES[tensor.kind])
+            try:
+                result = gguf.quants.dequantize(piece, tensor.kind)
+            except NotImplementedError:
+                raise UnsupportedModelError(
+                    f"tensor {tensor.name!r} has type {tensor.kind.name}, which cannot be "
+                    "dequantized"
+                ) from None
+            values[start * block_size :][: result.size] = result.reshape(-1)
+        return values.reshape(tensor.shape)
 
     def _config(self) -> ModelConfig:
         metadata = self._metadata
         embedding = self._tensor_by_name["model.embed_tokens.weight"]
         hf = metadata.as_hf()
-        hf["vocab_size"] = int(embedding.shape[1])
+        hf["vocab_size"] = embedding.shape[0]
         hf["tie_word_embeddings"] = "lm_head.weight" not in self._tensor_by_name
         hf["attention_bias"] = "model.layers.0.self_attn.q_proj.bias" in self._tensor_by_name
         config = model_config(hf)
@@ -111,8 +132,8 @@ class GgufSource:
 class _Metadata:
     """Typed access to a GGUF file's key-value pairs."""
 
-    def __init__(self, reader: Any) -> None:
-        self._fields = reader.fields
+    def __init__(self, values: dict[str, Any]) -> None:
+        self._values = values
         self.architecture = str(self._value("general.architecture"))
         if self.architecture not in _ARCHITECTURES:
             raise UnsupportedModelError(
@@ -147,44 +168,16 @@ class _Metadata:
     def eos_token_ids(self) -> tuple[int, ...]:
         """Ends of sequence and of turn, in this order, each once."""
         keys = ("tokenizer.ggml.eos_token_id", "tokenizer.ggml.eot_token_id")
-        return tuple(dict.fromkeys(int(self._value(key)) for key in keys if key in self._fields))
+        return tuple(dict.fromkeys(int(self._value(key)) for key in keys if key in self._values))
 
     def _model(self, key: str, default: Any = None) -> Any:
         return self._value(f"{self.architecture}.{key}", default)
 
     def _value(self, key: str, default: Any = None) -> Any:
-        field = self._fields.get(key)
-        if field is not None:
-            return field.contents()
-        if default is None:
+        value = self._values.get(key, default)
+        if value is None:
             raise WeightError(f"GGUF key {key!r} is missing")
-        return default
-
-
-class _CheckedReader(gguf.GGUFReader):
-    """A reader that says which tensor a truncated file cuts."""
-
-    def _build_tensors(self, start_offs: int, fields: list[Any]) -> None:
-        for field in fields:
-            _, _, _, dims, raw_dtype, offset = field.parts
-            block_size, type_size = gguf.GGML_QUANT_SIZES[gguf.GGMLQuantizationType(raw_dtype[0])]
-            num_bytes = math.prod(int(n) for n in dims) // block_size * type_size
-            end = start_offs + int(offset[0]) + num_bytes
-            if end > len(self.data):
-                raise WeightError(
-                    f"tensor {field.name!r} is truncated: it should end at byte {end}, the file "
-                    f"has {len(self.data)}"
-                )
-        super()._build_tensors(start_offs, fields)
-
-
-def _open(file: Path) -> Any:
-    if not file.exists():
-        raise WeightError(f"there is no model at {file}")
-    try:
-        return _CheckedReader(file)
-    except (ValueError, IndexError, KeyError) as error:
-        raise WeightError(f"{file.name} is not a whole GGUF file: {error}") from None
+        return value
 
 
 def _hf_name(name: str) -> str:

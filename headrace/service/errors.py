@@ -15,7 +15,7 @@ from google.protobuf.duration_pb2 import Duration
 from google.protobuf.message import DecodeError
 from google.rpc import error_details_pb2, status_pb2
 
-from headrace.service.handlers import wrap_handler
+from headrace.service.handlers import check_decoding, wrap_handler
 
 logger = logging.getLogger(__name__)
 
@@ -138,6 +138,14 @@ def _status_of(error: grpc.aio.AioRpcError) -> status_pb2.Status:
     return status_pb2.Status()
 
 
+def _malformed(error: DecodeError) -> ServiceError:
+    return ServiceError(
+        grpc.StatusCode.INVALID_ARGUMENT,
+        "MALFORMED_MESSAGE",
+        f"the request is not a well-formed message: {error}",
+    )
+
+
 async def _abort(context: Any, error: ServiceError) -> NoReturn:
     trailing = tuple(context.trailing_metadata() or ())
     details = ((_DETAILS_KEY, to_status(error).SerializeToString()),)
@@ -182,4 +190,5 @@ class ErrorInterceptor(grpc.aio.ServerInterceptor):
             except Exception as error:  # noqa: BLE001
                 await _abort(context, _as_service_error(error, method))
 
-        return wrap_handler(await continuation(handler_call_details), unary, stream)
+        handler = check_decoding(await continuation(handler_call_details), _malformed)
+        return wrap_handler(handler, unary, stream)

@@ -5,6 +5,7 @@ from collections.abc import AsyncIterator, Awaitable, Callable
 from typing import Any
 
 import grpc
+from google.protobuf.message import DecodeError
 
 AroundUnary = Callable[[Callable[[], Awaitable[Any]], Any], Awaitable[Any]]
 AroundStream = Callable[[Callable[[], AsyncIterator[Any]], Any], AsyncIterator[Any]]
@@ -34,6 +35,43 @@ def wrap_handler(handler: Any, unary: AroundUnary, stream: AroundStream) -> Any:
     return make(
         around,
         request_deserializer=handler.request_deserializer,
+        response_serializer=handler.response_serializer,
+    )
+
+
+def check_decoding(handler: Any, malformed: Callable[[DecodeError], Exception]) -> Any:
+    """The same handler, raising `malformed(why)` for a request that is not its message.
+
+    Without it gRPC answers UNKNOWN before any of our code runs. Streams of requests stay as they
+    are: only our own services send them.
+    """
+    if handler is None or handler.request_streaming:
+        return handler
+    kind = f"unary_{_arity(handler.response_streaming)}"
+    inner, decode = getattr(handler, kind), handler.request_deserializer
+
+    def decode_or_keep(data: bytes) -> Any:
+        try:
+            return decode(data)
+        except DecodeError as error:
+            return error
+
+    def checked(request: Any, context: Any) -> Any:
+        if isinstance(request, DecodeError):
+            raise malformed(request)
+        return inner(request, context)
+
+    async def checked_unary(request: Any, context: Any) -> Any:
+        return await checked(request, context)
+
+    async def checked_stream(request: Any, context: Any) -> AsyncIterator[Any]:
+        async for message in checked(request, context):
+            yield message
+
+    make = getattr(grpc, f"{kind}_rpc_method_handler")
+    return make(
+        checked_stream if inspect.isasyncgenfunction(inner) else checked_unary,
+        request_deserializer=decode_or_keep,
         response_serializer=handler.response_serializer,
     )
 

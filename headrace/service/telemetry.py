@@ -49,6 +49,9 @@ RPC_STATUS_CODE = "rpc.response.status_code"
 _EXPORT_TIMEOUT_S = 2.0
 _FLUSH_TIMEOUT_MS = 2_000
 
+# Sampled, and the trace id is random; others must not be passed on.
+_KNOWN_FLAGS = 0x03
+
 _TRACEPARENT = re.compile(r"([0-9a-f]{2})-([0-9a-f]{32})-([0-9a-f]{16})-([0-9a-f]{2})(-.*)?")
 
 # Ours rather than OpenTelemetry's own context: an async generator that is dropped half-way is
@@ -148,7 +151,7 @@ def begin_span(
         kind: as OpenTelemetry has them.
         links: traceparents of other requests that this work also serves.
     """
-    parent = _current.get() if traceparent is None else parse_traceparent(traceparent)
+    parent = current_span() if traceparent is None else parse_traceparent(traceparent)
     if _tracer is None:
         return parent or trace.INVALID_SPAN
     context = trace.set_span_in_context(parent or trace.INVALID_SPAN)
@@ -233,14 +236,14 @@ def parse_traceparent(traceparent: str) -> Span | None:
         trace_id=int(trace_id, 16),
         span_id=int(span_id, 16),
         is_remote=True,
-        trace_flags=TraceFlags(int(flags, 16) & TraceFlags.SAMPLED),
+        trace_flags=TraceFlags(int(flags, 16) & _KNOWN_FLAGS),
     )
     return NonRecordingSpan(context) if context.is_valid else None
 
 
-def outgoing_metadata() -> tuple[tuple[str, str], ...]:
-    """Call metadata that carries the current trace; empty when not traced."""
-    traceparent = current_traceparent()
+def outgoing_metadata(span: Span | None = None) -> tuple[tuple[str, str], ...]:
+    """Call metadata that carries a span's trace (None: the current one); empty when untraced."""
+    traceparent = current_traceparent() if span is None else traceparent_of(span)
     return (("traceparent", traceparent),) if traceparent else ()
 
 

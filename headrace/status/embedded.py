@@ -83,6 +83,7 @@ class EmbeddedStore:
         self._private_dir: Path | None = None
         self._process: asyncio.subprocess.Process | None = None
         self._supervision: asyncio.Task[None] | None = None
+        self._is_closing = False
 
     @property
     def url(self) -> str:
@@ -112,10 +113,12 @@ class EmbeddedStore:
 
     async def __aexit__(self, *_: object) -> None:
         assert self._supervision is not None
+        # A library may swallow the cancellation; the flag and the server's end do not depend on it.
+        self._is_closing = True
         self._supervision.cancel()
+        await self._end(signal.SIGTERM)
         with contextlib.suppress(asyncio.CancelledError):
             await self._supervision
-        await self._end(signal.SIGTERM)
         self._cleanup.close()
 
     @property
@@ -162,6 +165,8 @@ class EmbeddedStore:
             assert self._process is not None
             started = time.monotonic()
             code = await self._process.wait()
+            if self._is_closing:
+                return
             if time.monotonic() - started > _WELL_AFTER_S:
                 backoff_s = _FIRST_BACKOFF_S
             logger.warning("the embedded store ended (%s), starting it again", code)

@@ -67,7 +67,8 @@ return {verdict, state or '', tonumber(epoch or '0')}
 _UPDATE_FIELDS = tuple(
     f.name for f in fields(Update) if f.name not in {"request_id", "state", "epoch", "time_unix_s"}
 )
-_VALID_ID = re.compile(r"[A-Za-z0-9._:-]{1,128}")
+# A request of several completions has a record for each: "id#0", "id#1", ...
+_VALID_ID = re.compile(r"[A-Za-z0-9._:-]{1,128}(#[0-9]{1,2})?")
 
 
 class StatusStore:

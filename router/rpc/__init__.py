@@ -1,0 +1,1 @@
+"""The router's gRPC: the Inference service that clients call, and its side of Scheduler."""

@@ -11,6 +11,8 @@ from typing import Literal
 import numpy as np
 from numpy.typing import NDArray
 
+from scheduler.core.block_hash import BlockHashes
+
 Int32Array = NDArray[np.int32]
 Int64Array = NDArray[np.int64]
 
@@ -105,6 +107,7 @@ class NewRequest:
     deadline: float | None = None
     needs_grammar: bool = False
     repetition: RepetitionLimit | None = None
+    block_hashes: BlockHashes | None = None  # hashed ahead by the caller, wholly or in part
 
 
 @dataclass(frozen=True, slots=True)
@@ -126,6 +129,81 @@ class Admission:
     request_id: str
     num_cached_tokens: int
     is_resumed: bool
+
+
+class WaitReason(Enum):
+    """Why a waiting request was passed over."""
+
+    BUDGET = "token budget used up"
+    SEQUENCE_SLOTS = "max_num_seqs are running"
+    BLOCKS = "not enough free blocks"
+    WATERMARK = "free blocks are held back by the watermark"
+    PREEMPTION = "a running request was preempted in this step"
+    GRAMMAR = "grammar not compiled yet"
+    REMOTE_KV = "KV from another worker not here yet"
+    OUTPUT_IN_FLIGHT = "its output from before the preemption is still in flight"
+    PAUSED = "scheduling is paused"
+    THROTTLED = "prefills are throttled"
+    BEHIND_HEAD = "behind the head of the queue"
+
+
+@dataclass(frozen=True, slots=True)
+class PassedOver:
+    """A waiting request that was looked at and not admitted; block counts are 0 but for blocks."""
+
+    key: int
+    request_id: str
+    reason: WaitReason
+    num_needed_blocks: int = 0
+    num_free_blocks: int = 0
+
+
+@dataclass(frozen=True, slots=True)
+class Victim:
+    """A running request that lost its blocks, and who needed how many of them.
+
+    was_scheduled: it had been given tokens in this step, which went back to the budget.
+    trigger_id is empty when a prefix-cache reset took them.
+    """
+
+    key: int
+    request_id: str
+    trigger_id: str
+    num_needed_blocks: int
+    num_lost_tokens: int
+    was_scheduled: bool
+
+
+@dataclass(frozen=True, slots=True)
+class StepFacts:
+    """Why a step looks as it does. Who waits and is not in passed_over is behind the head."""
+
+    passed_over: tuple[PassedOver, ...] = ()
+    victims: tuple[Victim, ...] = ()
+    num_behind_head: int = 0
+
+
+NO_FACTS = StepFacts()
+
+
+@dataclass(frozen=True, slots=True)
+class PrefixCacheStats:
+    """Admissions since the last look: first ones and those after a preemption; in tokens."""
+
+    num_requests: int = 0
+    num_queried_tokens: int = 0
+    num_hit_tokens: int = 0
+    num_resumed_requests: int = 0
+    num_resumed_queried_tokens: int = 0
+    num_resumed_hit_tokens: int = 0
+
+
+@dataclass(frozen=True, slots=True)
+class ResetOutcome:
+    """Whether the prefix cache was cleared, and who was preempted for it, in order."""
+
+    is_reset: bool
+    preempted_keys: tuple[int, ...]
 
 
 @dataclass(frozen=True, slots=True)
@@ -159,6 +237,7 @@ class StepPlan:
     admissions: tuple[Admission, ...]
     preempted_keys: tuple[int, ...]
     expired: tuple[FinishedRequest, ...]
+    facts: StepFacts = NO_FACTS
 
     @property
     def num_reqs(self) -> int:

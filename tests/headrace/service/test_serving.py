@@ -200,3 +200,16 @@ async def test_a_signal_is_waited_for_once() -> None:
     signal.raise_signal(signal.SIGTERM)
     await asyncio.wait_for(waiting, 5)
     assert signal.getsignal(signal.SIGTERM) is signal.SIG_DFL
+
+
+@pytest.mark.parametrize("method", ["Generate", "GetStatus"])
+async def test_bytes_that_are_no_message_are_the_callers_fault(method: str) -> None:
+    async with serving() as address, open_channel(address) as channel:
+        make = channel.unary_stream if method == "Generate" else channel.unary_unary
+        call = make(f"/{NAME}/{method}", request_serializer=bytes, response_deserializer=bytes)(
+            b"\x0a\x02\xff\xfe", timeout=5
+        )
+        with pytest.raises(grpc.aio.AioRpcError) as caught:
+            await (call.read() if method == "Generate" else call)
+    error = from_rpc_error(caught.value)
+    assert (error.code, error.reason) == (grpc.StatusCode.INVALID_ARGUMENT, "MALFORMED_MESSAGE")

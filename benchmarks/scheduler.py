@@ -1,0 +1,212 @@
+"""What a step costs the scheduling core: schedule + update, without a worker.
+
+For each workload the columns path, and the plain path that serves request by request, in the same
+process and on the same requests; medians over the measured steps, in microseconds. Prefix caching
+and explanations are on.
+
+    python -m benchmarks.scheduler [--steps N] [WORKLOAD ...]
+"""
+
+import argparse
+import gc
+import statistics
+import time
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass
+
+import numpy as np
+
+from scheduler.core.plan import NewRequest, SchedulerConfig, StepPlan, StepResult
+from scheduler.core.scheduler import SchedulerCore
+
+BLOCK_SIZE = 16
+WALK_EVERYTHING = 1 << 30
+EOS = 2
+
+
+@dataclass(frozen=True)
+class Workload:
+    """A running set to start from, and what arrives while it is measured."""
+
+    name: str
+    config: SchedulerConfig
+    first: tuple[NewRequest, ...]
+    arrivals: Callable[[SchedulerCore, int], Iterator[NewRequest]]
+    target_us: float | None = None
+
+
+class Bench:
+    """One core and a worker that answers at once."""
+
+    def __init__(self, workload: Workload, max_walked_rows: int | None) -> None:
+        self.core = SchedulerCore(workload.config, max_walked_rows=max_walked_rows)
+        self._arrivals = workload.arrivals
+        self._random = np.random.default_rng(0)
+        for request in workload.first:
+            self.core.add_request(request, 0.0)
+        while self.core.num_waiting or self._is_prefilling(len(workload.first)):
+            self.step(0)
+            if self.core.num_running == workload.config.max_num_seqs:
+                break
+
+    def step(self, number: int) -> float:
+        """Seconds spent in schedule and update."""
+        core = self.core
+        for request in self._arrivals(core, number):
+            core.add_request(request, 0.0)
+        started = time.perf_counter()
+        plan = core.schedule(0.0)
+        spent = time.perf_counter() - started
+        result = self._result(plan)
+        started = time.perf_counter()
+        core.update(result, 0.0)
+        return spent + time.perf_counter() - started
+
+    def _is_prefilling(self, num_decodes: int) -> bool:
+        table = self.core.state.table
+        return bool(table.is_prefill_chunk[table.running_rows[:num_decodes]].any())
+
+    def _result(self, plan: StepPlan) -> StepResult:
+        flights = self.core.state.flights
+        sampled = (
+            (~flights[0].is_prefill_chunk).astype(np.int32) if flights else np.empty(0, np.int32)
+        )
+        tokens = self._random.integers(3, 30_000, int(sampled.sum()), dtype=np.int32)
+        return StepResult(step_id=plan.step_id, num_sampled_tokens=sampled, token_ids=tokens)
+
+
+def nothing(_core: SchedulerCore, _number: int) -> Iterator[NewRequest]:
+    """No arrivals."""
+    return iter(())
+
+
+def request(key: int, num_prompt_tokens: int, max_tokens: int, seed: int = 0) -> NewRequest:
+    """A request; equal seeds give equal prompts as far as they go."""
+    tokens = np.random.default_rng(seed or key + 1).integers(3, 30_000, num_prompt_tokens)
+    return NewRequest(
+        key=key,
+        request_id=f"r{key}",
+        prompt_token_ids=tokens.astype(np.int32),
+        max_tokens=max_tokens,
+        arrival_time=float(key),
+        eos_token_ids=(EOS,),
+    )
+
+
+def decodes(count: int, steps: int, target_us: float | None) -> Workload:
+    """A steady set, spread evenly over the positions in a block."""
+    config = SchedulerConfig(
+        block_size=BLOCK_SIZE,
+        num_gpu_blocks=count * (-(-(64 + steps) // BLOCK_SIZE) + 3) + 1,
+        max_model_len=32_768,
+        max_num_batched_tokens=max(8192, count),
+        max_num_seqs=count,
+    )
+    first = tuple(request(i, 33 + i % BLOCK_SIZE, 1_000_000) for i in range(count))
+    return Workload(f"{count} decodes", config, first, nothing, target_us)
+
+
+def mixed(count: int, chunk: int, steps: int, target_us: float | None) -> Workload:
+    """A steady set, and in each step a chunk of some long prompt."""
+    config = SchedulerConfig(
+        block_size=BLOCK_SIZE,
+        num_gpu_blocks=count * (-(-(64 + steps) // BLOCK_SIZE) + 3) + 40_000,
+        max_model_len=32_768,
+        max_num_batched_tokens=count + chunk,
+        max_num_seqs=count + 2,
+    )
+    first = tuple(request(i, 33 + i % BLOCK_SIZE, 1_000_000) for i in range(count))
+
+    def arrivals(core: SchedulerCore, number: int) -> Iterator[NewRequest]:
+        if core.num_waiting < 2:
+            yield request(count + number, 32_000, 1)
+
+    return Workload(f"{count} decodes + {chunk}-token chunk", config, first, arrivals, target_us)
+
+
+def preemption(count: int) -> Workload:
+    """A pool for three quarters of what runs: somebody falls in most steps."""
+    config = SchedulerConfig(
+        block_size=BLOCK_SIZE,
+        num_gpu_blocks=count * 9,
+        max_model_len=4096,
+        max_num_batched_tokens=8192,
+        max_num_seqs=count,
+    )
+    first = tuple(request(i, 60 + i % 80, 128) for i in range(count))
+
+    def arrivals(core: SchedulerCore, number: int) -> Iterator[NewRequest]:
+        for i in range(max(count - len(core.state.requests), 0)):
+            yield request(10_000 + number * count + i, 60 + i % 80, 128)
+
+    return Workload(f"heavy preemption, {count} requests", config, first, arrivals)
+
+
+def prefix_reuse(count: int) -> Workload:
+    """Requests come and go all the time, all with the same 2,048 tokens before."""
+    config = SchedulerConfig(
+        block_size=BLOCK_SIZE,
+        num_gpu_blocks=count * 20 + 2000,
+        max_model_len=4096,
+        max_num_batched_tokens=8192,
+        max_num_seqs=count,
+    )
+
+    def shared(key: int) -> NewRequest:
+        made = request(key, 2048 + 40, 32, seed=99)
+        made.prompt_token_ids[2048:] += key
+        return made
+
+    def arrivals(core: SchedulerCore, number: int) -> Iterator[NewRequest]:
+        for i in range(max(count - len(core.state.requests), 0)):
+            yield shared(10_000 + number * count + i)
+
+    first = tuple(shared(i) for i in range(count))
+    return Workload(f"heavy prefix reuse, {count} requests", config, first, arrivals)
+
+
+def workloads(steps: int) -> list[Workload]:
+    """All of them."""
+    return [
+        decodes(1, steps, 40),
+        decodes(16, steps, None),
+        decodes(64, steps, None),
+        decodes(256, steps, 150),
+        decodes(1024, steps, 350),
+        decodes(4096, steps, None),
+        mixed(256, 512, steps, 250),
+        preemption(256),
+        prefix_reuse(256),
+    ]
+
+
+def median_us(workload: Workload, steps: int, max_walked_rows: int | None) -> float:
+    """Median cost of a step."""
+    bench = Bench(workload, max_walked_rows)
+    for number in range(20):
+        bench.step(number)
+    gc.collect()
+    gc.freeze()
+    return statistics.median(bench.step(number) for number in range(20, 20 + steps)) * 1e6
+
+
+def main() -> None:
+    """Print the table."""
+    parser = argparse.ArgumentParser(description=__doc__)
+    parser.add_argument("--steps", type=int, default=400)
+    parser.add_argument("names", nargs="*", help="only workloads whose name contains one of these")
+    options = parser.parse_args()
+    print(
+        f"{'microseconds per step, median':40}{'columns':>10}{'plain':>10}{'ratio':>8}{'target':>9}"
+    )
+    for workload in workloads(options.steps):
+        if options.names and not any(name in workload.name for name in options.names):
+            continue
+        columns = median_us(workload, options.steps, None)
+        plain = median_us(workload, options.steps, WALK_EVERYTHING)
+        target = "" if workload.target_us is None else f"{workload.target_us:.0f}"
+        print(f"{workload.name:40}{columns:10.0f}{plain:10.0f}{plain / columns:8.1f}{target:>9}")
+
+
+if __name__ == "__main__":
+    main()

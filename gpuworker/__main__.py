@@ -1,0 +1,146 @@
+"""`python -m gpuworker`: loads a model and runs a scheduler's plans until SIGTERM."""
+
+import asyncio
+import logging
+import os
+import platform
+import sys
+import time
+from concurrent.futures import ThreadPoolExecutor
+from pathlib import Path
+from typing import Any
+
+import click
+import msgspec
+
+from gpuworker.config import WorkerSettings
+from headrace.service import config, telemetry
+from headrace.service.model_files import ModelFilesError, resolve
+from headrace.service.process import ProcessConfig, run, write_address
+from headrace.service.serving import GrpcServer, ServingConfig, wait_for_signal
+
+logger = logging.getLogger("gpuworker")
+
+_CLOSE_STREAMS_S = 1.0
+_PROGRESS_EVERY_S = 2.0
+
+_SECTIONS: dict[str, type[msgspec.Struct]] = {
+    "gpuworker": WorkerSettings,
+    "serving": ServingConfig,
+    "process": ProcessConfig,
+}
+
+
+@click.command(context_settings={"max_content_width": 100})
+@click.option("--config", "config_file", type=click.Path(path_type=Path), help="TOML file.")
+@config.flags(WorkerSettings)
+@config.flags(ServingConfig)
+@config.flags(ProcessConfig)
+def main(config_file: Path | None, **arguments: Any) -> None:
+    """Run a model: turn a scheduler's step plans into tokens."""
+    settings: dict[str, Any] = {
+        section: config.load(
+            struct,
+            section=section,
+            file=config_file,
+            environ=os.environ,
+            overrides=config.given(struct, arguments),
+        )
+        for section, struct in _SECTIONS.items()
+    }
+    if not settings["gpuworker"].model:
+        raise config.ConfigError("give --model: a GGUF file, a Hugging Face folder, or a name")
+    run("gpuworker", settings["process"], serve(**settings))
+
+
+async def serve(gpuworker: WorkerSettings, serving: ServingConfig, process: ProcessConfig) -> None:
+    """Listen, load, serve until SIGTERM or SIGINT, then finish the steps in flight and stop."""
+    # torch takes seconds to import: only here, so that --help and errors in flags are quick.
+    from gpuworker.rpc.service import FULL_NAME, GpuWorkerService, Identity
+
+    traces = telemetry.setup("headrace-gpuworker", process.otlp_endpoint)
+    identity = Identity(
+        gpuworker.worker_id or platform.node(),
+        gpuworker.model_name or Path(gpuworker.model).stem,
+        gpuworker.role,
+    )
+    model_thread = ThreadPoolExecutor(1, thread_name_prefix="model")
+    service = GpuWorkerService(identity, model_thread)
+    server = GrpcServer(serving, [FULL_NAME], traces.server_interceptors)
+    service.add_to(server.server)
+    write_address(process, await server.start())
+    stopping = asyncio.create_task(wait_for_signal())
+    loading = asyncio.get_running_loop().run_in_executor(model_thread, _load, gpuworker)
+    try:
+        await asyncio.wait([stopping, loading], return_when=asyncio.FIRST_COMPLETED)
+        if loading.done():
+            service.set_engine(loading.result())
+            await server.set_serving(True)
+            await stopping
+            await server.set_serving(False)
+            if not await service.drain(serving.drain_timeout_s):
+                logger.warning("stopping in the middle of a step")
+    finally:
+        stopping.cancel()
+        await server.stop(_CLOSE_STREAMS_S)
+        traces.shutdown()
+    model_thread.shutdown(wait=False, cancel_futures=True)
+    if not loading.done():
+        # A load cannot be interrupted, and the interpreter would wait for its thread.
+        sys.stderr.flush()
+        os._exit(0)
+
+
+def _load(settings: WorkerSettings) -> Any:
+    """Loads the engine, on the model's thread; what cannot be loaded is a ConfigError."""
+    import torch
+
+    from gpuworker.engine import load_engine
+    from gpuworker.kv_pool import KvPoolError
+    from gpuworker.machine import keep_freed_memory, num_compute_threads
+    from gpuworker.models.errors import UnsupportedModelError, WeightError
+
+    keep_freed_memory()
+    torch.set_num_threads(settings.num_threads or num_compute_threads())
+    started = time.monotonic()
+    try:
+        path = resolve(settings.model)
+        engine = load_engine(settings, path, _ProgressLog())
+    except (
+        ModelFilesError,
+        WeightError,
+        UnsupportedModelError,
+        KvPoolError,
+        ValueError,
+    ) as error:
+        raise config.ConfigError(f"cannot serve {settings.model}: {error}") from error
+    limits = engine.runner.limits
+    logger.info(
+        "loaded %s in %.1f s: %s on %s, %d threads, %d KV blocks of %d tokens, max_model_len %d",
+        settings.model_name or Path(settings.model).stem,
+        time.monotonic() - started,
+        engine.dtype,
+        engine.device,
+        torch.get_num_threads(),
+        limits.num_kv_blocks - 1,
+        limits.block_size,
+        limits.max_model_len,
+    )
+    return engine
+
+
+class _ProgressLog:
+    """Logs how far loading is, every few seconds."""
+
+    def __init__(self) -> None:
+        self._next_s = time.monotonic() + _PROGRESS_EVERY_S
+
+    def __call__(self, num_read: int, num_tensors: int) -> None:
+        if time.monotonic() >= self._next_s:
+            self._next_s = time.monotonic() + _PROGRESS_EVERY_S
+            percent = 100 * num_read // num_tensors
+            logger.info("loading: %d of %d tensors (%d %%)", num_read, num_tensors, percent)
+
+
+if __name__ == "__main__":
+    main()

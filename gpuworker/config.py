@@ -1,0 +1,47 @@
+"""Settings of a gpuworker."""
+
+from typing import Annotated, Literal
+
+import msgspec
+
+from headrace.service.config import help_text
+
+
+class WorkerSettings(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
+    """What to run and how large; None lets the worker decide from the model and the machine."""
+
+    model: Annotated[
+        str, help_text("GGUF file, Hugging Face folder, or a name that can be fetched.")
+    ] = ""
+    model_name: Annotated[str, help_text("What requests call it; the model's own by default.")] = ""
+    worker_id: Annotated[str, help_text("Stable name; the host's by default.")] = ""
+    device: Annotated[
+        Literal["auto", "cpu", "cuda"], help_text("auto is a GPU where there is one.")
+    ] = "auto"
+    dtype: Annotated[
+        Literal["auto", "float32", "bfloat16", "float16"],
+        help_text("auto is float32 on a CPU, bfloat16 on a GPU."),
+    ] = "auto"
+    block_size: Annotated[
+        int | None,
+        help_text("Tokens in a KV block: 8, 16, 32, 64 or 128; 16 on a CPU, 64 on a GPU."),
+    ] = None
+    num_kv_blocks: Annotated[
+        int | None, help_text("KV blocks in the pool; from memory by default.")
+    ] = None
+    kv_cache_memory_bytes: Annotated[
+        int | None, help_text("Memory of the KV pool; a share of what is free by default.")
+    ] = None
+    max_model_len: Annotated[
+        int | None, help_text("Prompt and output of one request; the model's own by default.")
+    ] = None
+    max_num_seqs: Annotated[int, help_text("Requests in one step.")] = 256
+    max_num_batched_tokens: Annotated[
+        int | None, help_text("Tokens in one step; 512 on a CPU, 8192 on a GPU.")
+    ] = None
+    role: Annotated[
+        Literal["mixed", "prefill", "decode"], help_text("What schedulers use it for.")
+    ] = "mixed"
+    num_threads: Annotated[
+        int | None, help_text("CPU threads; as many as physical cores by default.")
+    ] = None

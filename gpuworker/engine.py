@@ -1,0 +1,106 @@
+"""Puts a worker's model together: weights, KV pool, attention, rows."""
+
+import time
+from dataclasses import dataclass
+from pathlib import Path
+
+import torch
+
+from gpuworker import kv_pool
+from gpuworker.attention.cpu import TorchAttention
+from gpuworker.config import WorkerSettings
+from gpuworker.core.input_batch import BatchLimits
+from gpuworker.models.config import ModelConfig
+from gpuworker.models.loader import Progress, load_decoder, with_max_model_len
+from gpuworker.models.source import open_source
+from gpuworker.runner import ModelRunner
+
+_DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16, "float16": torch.float16}
+
+
+@dataclass(frozen=True, slots=True)
+class Engine:
+    """A runner and what it is, in words."""
+
+    runner: ModelRunner
+    device: str  # e.g. "cpu" or "NVIDIA H100 80GB"
+    dtype: str  # e.g. "float32"
+
+
+def load_engine(settings: WorkerSettings, model: Path, progress: Progress) -> Engine:
+    """Loads the model and allocates its KV pool; takes seconds to minutes.
+
+    To be called on the thread that will run the model.
+
+    Raises:
+        WeightError, UnsupportedModelError: the model cannot be read or run.
+        KvPoolError: there is no memory for a KV pool.
+        ValueError: a setting does not fit the model or the machine.
+    """
+    device = _device(settings.device)
+    source = open_source(model)
+    source.config = with_max_model_len(source.config, settings.max_model_len)
+    dtype = _dtype(settings.dtype, device)
+    decoder = load_decoder(source, device, dtype, progress)
+    limits = _limits(settings, source.config, source.eos_token_ids, (device, dtype))
+    kv = kv_pool.allocate(source.config, limits.num_kv_blocks, limits.block_size, dtype, device)
+    shape = kv_pool.kv_shape(source.config, limits.num_kv_blocks, limits.block_size)
+    attention = TorchAttention(shape, source.config.attention.num_heads, device)
+    runner = ModelRunner(decoder, attention, kv, limits, time.perf_counter)
+    return Engine(runner, _device_name(device), str(dtype).removeprefix("torch."))
+
+
+def _device(name: str) -> torch.device:
+    has_cuda = torch.cuda.is_available()
+    if name == "cuda" and not has_cuda:
+        raise ValueError("device cuda: torch sees no GPU here")
+    if name == "cpu" or not has_cuda:
+        return torch.device("cpu")
+    return torch.device("cuda", torch.cuda.current_device())
+
+
+def _device_name(device: torch.device) -> str:
+    return torch.cuda.get_device_name(device) if device.type == "cuda" else device.type
+
+
+def _dtype(name: str, device: torch.device) -> torch.dtype:
+    if name != "auto":
+        return _DTYPES[name]
+    return torch.float32 if device.type == "cpu" else torch.bfloat16
+
+
+def _limits(
+    settings: WorkerSettings,
+    config: ModelConfig,
+    eos_token_ids: tuple[int, ...],
+    place: tuple[torch.device, torch.dtype],
+) -> BatchLimits:
+    """Sizes of rows and pool, from the settings, the model and the memory that is left."""
+    device, dtype = place
+    is_cpu = device.type == "cpu"
+    block_size = settings.block_size or (16 if is_cpu else 64)
+    max_num_batched_tokens = settings.max_num_batched_tokens or (512 if is_cpu else 8192)
+    if settings.max_num_seqs < 1 or max_num_batched_tokens < 1:
+        raise ValueError("max-num-seqs and max-num-batched-tokens must be at least 1")
+    num_kv_blocks = settings.num_kv_blocks
+    if num_kv_blocks is None:
+        pool_bytes = settings.kv_cache_memory_bytes or kv_pool.available_bytes(device)
+        blocks_per_request = -(-config.max_model_len // block_size)
+        num_kv_blocks = kv_pool.num_blocks_that_fit(
+            pool_bytes,
+            kv_pool.block_bytes(config, block_size, dtype),
+            settings.max_num_seqs * blocks_per_request,
+        )
+    elif num_kv_blocks < 1:
+        raise ValueError("num-kv-blocks must be at least 1")
+    else:
+        num_kv_blocks += 1  # the null block
+    return BatchLimits(
+        max_num_seqs=settings.max_num_seqs,
+        max_model_len=config.max_model_len,
+        max_num_batched_tokens=max_num_batched_tokens,
+        block_size=block_size,
+        num_kv_blocks=num_kv_blocks,
+        vocab_size=config.vocab_size,
+        eos_token_ids=eos_token_ids,
+    )

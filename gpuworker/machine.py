@@ -1,0 +1,53 @@
+"""What this machine has: cores that compute, and a memory allocator that keeps what it got."""
+
+import ctypes
+import os
+import sys
+from pathlib import Path
+
+_M_TRIM_THRESHOLD = -1
+_M_MMAP_THRESHOLD = -3
+
+
+def num_compute_threads() -> int:
+    """Physical cores this process may use, within its control group's quota; at least 1.
+
+    Two threads of one core share its vector units: more threads than cores only add waiting.
+    """
+    if sys.platform != "linux":
+        return max((os.cpu_count() or 2) // 2, 1)
+    allowed = os.sched_getaffinity(0)
+    cores = {_siblings(cpu) for cpu in allowed}
+    return max(min(len(cores), _quota_cpus()), 1)
+
+
+def keep_freed_memory() -> None:
+    """Has glibc reuse large freed buffers instead of giving them back to the kernel.
+
+    Every step allocates activations of megabytes; fresh pages for each would cost more than the
+    arithmetic on them. Elsewhere than on glibc this does nothing.
+    """
+    if sys.platform != "linux":
+        return
+    mallopt = getattr(ctypes.CDLL(None), "mallopt", None)
+    if mallopt is not None:
+        mallopt(_M_MMAP_THRESHOLD, 1 << 30)
+        mallopt(_M_TRIM_THRESHOLD, 1 << 30)
+
+
+def _siblings(cpu: int) -> str:
+    """The hardware threads of a CPU's core, or the CPU itself where the kernel does not say."""
+    file = Path(f"/sys/devices/system/cpu/cpu{cpu}/topology/thread_siblings_list")
+    try:
+        return file.read_text(encoding="ascii")
+    except OSError:
+        return str(cpu)
+
+
+def _quota_cpus() -> int:
+    """CPUs that the control group grants, rounded up."""
+    try:
+        quota, period = Path("/sys/fs/cgroup/cpu.max").read_text(encoding="ascii").split()
+    except (OSError, ValueError):
+        return sys.maxsize
+    return sys.maxsize if quota == "max" else -(-int(quota) // int(period))

@@ -1,0 +1,240 @@
+"""The GpuWorker service: plans in, results out, one stream at a time.
+
+The model runs on its own thread, so that health checks, keepalive and the next plan are served
+during a long step. Steps are executed in the order they came; the stream's reader hands them over
+as they arrive, its writer answers as they finish.
+"""
+
+import asyncio
+import logging
+import uuid
+from collections.abc import AsyncIterator, Callable
+from concurrent.futures import ThreadPoolExecutor
+from dataclasses import dataclass, field
+from functools import partial
+from typing import Any
+
+import grpc.aio
+
+from gpuworker.core.plan import PlanError, StepPlan, StepResult
+from gpuworker.engine import Engine
+from gpuworker.rpc import wire
+from headrace.service import telemetry
+from headrace.service.errors import ServiceError, aborted, invalid, unavailable, unimplemented
+from headrace.v1 import common_pb2, gpuworker_pb2, gpuworker_pb2_grpc
+
+logger = logging.getLogger(__name__)
+
+FULL_NAME = "headrace.v1.GpuWorker"
+# Plans taken ahead of the one that runs; a scheduler sends one or two.
+_MAX_PLANS_AHEAD = 8
+_LOADING_RETRY_S = 1.0
+
+_ROLES = {
+    "mixed": common_pb2.WORKER_ROLE_MIXED,
+    "prefill": common_pb2.WORKER_ROLE_PREFILL,
+    "decode": common_pb2.WORKER_ROLE_DECODE,
+}
+
+
+@dataclass(frozen=True, slots=True)
+class Identity:
+    """Who this worker is; incarnation is new for each process."""
+
+    worker_id: str
+    model_name: str
+    role: str
+    incarnation: str = field(default_factory=lambda: uuid.uuid4().hex)
+
+
+class _Stream:
+    """One Execute call: futures of results in the order of plans, ended by None or an error."""
+
+    def __init__(self) -> None:
+        self.is_current = True
+        self.results: asyncio.Queue[asyncio.Future[StepResult] | ServiceError | None] = (
+            asyncio.Queue()
+        )
+        self.room = asyncio.Semaphore(_MAX_PLANS_AHEAD)
+
+
+class GpuWorkerService(gpuworker_pb2_grpc.GpuWorkerServicer):
+    """Serves one engine; until it is set, calls are UNAVAILABLE.
+
+    Args:
+        identity: who we are.
+        model_thread: an executor of one thread, which alone touches the engine's runner.
+    """
+
+    def __init__(self, identity: Identity, model_thread: ThreadPoolExecutor) -> None:
+        self._identity = identity
+        self._model_thread = model_thread
+        self._engine: Engine | None = None
+        self._is_draining = False
+        self._stream: _Stream | None = None
+        self._num_queued = 0
+        self._is_idle = asyncio.Event()
+        self._is_idle.set()
+
+    def add_to(self, server: grpc.aio.Server) -> None:
+        """Registers the service."""
+        gpuworker_pb2_grpc.add_GpuWorkerServicer_to_server(self, server)
+
+    def set_engine(self, engine: Engine) -> None:
+        """The model is loaded."""
+        self._engine = engine
+
+    async def drain(self, timeout_s: float) -> bool:
+        """Takes no new stream; waits until every row is freed. False when that took too long."""
+        self._is_draining = True
+        try:
+            async with asyncio.timeout(timeout_s):
+                await self._is_idle.wait()
+        except TimeoutError:
+            return False
+        return True
+
+    async def Describe(
+        self, _request: gpuworker_pb2.DescribeRequest, _context: Any
+    ) -> gpuworker_pb2.DescribeResponse:
+        engine = self._require_engine()
+        limits = engine.runner.limits
+        return gpuworker_pb2.DescribeResponse(
+            worker=common_pb2.Worker(
+                worker_id=self._identity.worker_id,
+                incarnation=self._identity.incarnation,
+                model=self._identity.model_name,
+                role=_ROLES[self._identity.role],
+                state=(
+                    common_pb2.WORKER_STATE_DRAINING
+                    if self._is_draining
+                    else common_pb2.WORKER_STATE_READY
+                ),
+                max_model_len=limits.max_model_len,
+                block_size=limits.block_size,
+                num_kv_blocks=limits.num_kv_blocks - 1,
+                max_num_seqs=limits.max_num_seqs,
+                vocab_size=limits.vocab_size,
+                eos_token_ids=limits.eos_token_ids,
+                device=engine.device,
+                dtype=engine.dtype,
+                max_num_batched_tokens=limits.max_num_batched_tokens,
+            )
+        )
+
+    async def Execute(
+        self, plans: AsyncIterator[gpuworker_pb2.StepPlan], _context: Any
+    ) -> AsyncIterator[gpuworker_pb2.StepResult]:
+        engine = self._require_engine()
+        if self._is_draining:
+            raise unavailable("DRAINING", "this worker is shutting down")
+        stream = self._replace_stream()
+        reader = asyncio.create_task(self._read(engine, stream, plans))
+        try:
+            while True:
+                result = await stream.results.get()
+                if result is None:
+                    return
+                if isinstance(result, ServiceError):
+                    raise result
+                yield wire.step_result(await self._finished(result))
+                stream.room.release()
+        finally:
+            reader.cancel()
+            if stream.is_current:
+                stream.is_current = False
+                self._run_on_model_thread(engine.runner.reset)
+
+    async def TransferBlocks(
+        self, _chunks: AsyncIterator[gpuworker_pb2.BlockChunk], _context: Any
+    ) -> gpuworker_pb2.BlockReceipt:
+        raise unimplemented(
+            "NO_BLOCK_TRANSFER", "this worker cannot take KV blocks over; let it recompute them"
+        )
+
+    def _require_engine(self) -> Engine:
+        if self._engine is None:
+            raise unavailable(
+                "MODEL_LOADING", "the model is being loaded", retry_after_s=_LOADING_RETRY_S
+            )
+        return self._engine
+
+    def _replace_stream(self) -> _Stream:
+        """Makes a new stream the current one and ends the old one."""
+        old, new = self._stream, _Stream()
+        if old is not None and old.is_current:
+            old.is_current = False
+            old.results.put_nowait(
+                aborted("STREAM_REPLACED", "another Execute stream has taken this worker over")
+            )
+        self._stream = new
+        return new
+
+    async def _read(
+        self,
+        engine: Engine,
+        stream: _Stream,
+        plans: AsyncIterator[gpuworker_pb2.StepPlan],
+    ) -> None:
+        """Hands plans to the model's thread as they arrive."""
+        try:
+            self._start(stream, engine.runner.reset)
+            async for message in plans:
+                await stream.room.acquire()
+                plan = wire.step_plan(message)
+                future = self._start(stream, partial(_execute, engine, plan))
+                stream.results.put_nowait(future)
+            stream.results.put_nowait(None)
+        except ServiceError as error:
+            stream.results.put_nowait(error)
+
+    def _start(self, stream: _Stream, work: Callable[[], Any]) -> "asyncio.Future[Any]":
+        """Queues work of a stream for the model's thread; dropped if the stream is over by then."""
+
+        def run() -> Any:
+            if not stream.is_current:
+                raise _StaleStreamError
+            return work()
+
+        return self._run_on_model_thread(run)
+
+    def _run_on_model_thread(self, work: Callable[[], Any]) -> "asyncio.Future[Any]":
+        self._num_queued += 1
+        self._is_idle.clear()
+        future = asyncio.get_running_loop().run_in_executor(self._model_thread, work)
+        future.add_done_callback(self._note_done)
+        return future
+
+    def _note_done(self, future: "asyncio.Future[Any]") -> None:
+        self._num_queued -= 1
+        # With nothing queued, the model's thread is not using the rows: they can be looked at.
+        if self._num_queued == 0 and not self._require_engine().runner.num_requests:
+            self._is_idle.set()
+        if not future.cancelled():
+            future.exception()  # seen: nobody waits for a step whose stream is over
+
+    async def _finished(self, future: "asyncio.Future[StepResult]") -> StepResult:
+        try:
+            return await asyncio.shield(future)
+        except PlanError as error:
+            logger.warning("refused a plan: %s", error)
+            raise invalid("plan", str(error)) from error
+        except _StaleStreamError:
+            raise aborted("STREAM_REPLACED", "another Execute stream took over") from None
+
+
+class _StaleStreamError(Exception):
+    """A step whose stream ended before its turn came."""
+
+
+def _execute(engine: Engine, plan: StepPlan) -> StepResult:
+    """Runs a step on the model's thread, in a span when the plan is traced."""
+    if not plan.traceparent:
+        return engine.runner.execute(plan)
+    attributes = {
+        "headrace.step_id": plan.step_id,
+        "headrace.num_reqs": plan.num_reqs,
+        "headrace.num_tokens": int(plan.num_scheduled_tokens.sum()),
+    }
+    with telemetry.start_span("gpuworker step", plan.traceparent, attributes):
+        return engine.runner.execute(plan)

@@ -1,0 +1,142 @@
+"""Messages to the core's plans and back; whatever comes from outside is checked here, once."""
+
+import math
+from collections.abc import Iterable
+
+from gpuworker.core.plan import (
+    LogprobColumns,
+    RowLogprobs,
+    RowRequest,
+    SamplingSettings,
+    StepPlan,
+    StepResult,
+)
+from headrace.service.columns import pack_int32, unpack_int32
+from headrace.service.errors import invalid
+from headrace.v1 import common_pb2, gpuworker_pb2
+
+_INT32_COLUMNS = (
+    "freed_rows",
+    "appended_block_rows",
+    "appended_block_ids",
+    "rows",
+    "num_computed_tokens",
+    "num_scheduled_tokens",
+    "num_draft_tokens",
+    "draft_token_ids",
+)
+
+
+def step_plan(message: gpuworker_pb2.StepPlan) -> StepPlan:
+    """A plan's message as columns.
+
+    Raises:
+        ServiceError: INVALID_ARGUMENT naming the field.
+    """
+    columns = {name: unpack_int32(getattr(message, name), name) for name in _INT32_COLUMNS}
+    return StepPlan(
+        step_id=message.step_id,
+        row_requests=tuple(_row_request(request) for request in message.row_requests),
+        traceparent=message.traceparent,
+        **columns,
+    )
+
+
+def step_result(result: StepResult) -> gpuworker_pb2.StepResult:
+    """A result as its message."""
+    return gpuworker_pb2.StepResult(
+        step_id=result.step_id,
+        num_sampled_tokens=pack_int32(result.num_sampled_tokens),
+        token_ids=pack_int32(result.token_ids),
+        num_draft_tokens=pack_int32(result.num_draft_tokens),
+        draft_token_ids=pack_int32(result.draft_token_ids),
+        logprobs=[_row_logprobs(row) for row in result.logprobs],
+        errors=[
+            gpuworker_pb2.RowError(row=error.row, message=error.message) for error in result.errors
+        ],
+        elapsed_s=result.elapsed_s,
+    )
+
+
+def _row_request(message: gpuworker_pb2.RowRequest) -> RowRequest:
+    return RowRequest(
+        row=message.row,
+        request_id=message.request_id,
+        token_ids=unpack_int32(message.token_ids, "row_requests.token_ids"),
+        num_prompt_tokens=message.num_prompt_tokens,
+        sampling=_sampling(message.sampling),
+    )
+
+
+def _sampling(message: common_pb2.SamplingParams) -> SamplingSettings:
+    settings = SamplingSettings(
+        temperature=message.temperature if message.HasField("temperature") else 1.0,
+        top_p=message.top_p if message.HasField("top_p") else 1.0,
+        # Past any vocabulary it keeps everything; the column holds 32-bit integers.
+        top_k=min(message.top_k, 2**31 - 1),
+        min_p=message.min_p,
+        seed=message.seed,
+        repetition_penalty=(
+            message.repetition_penalty if message.HasField("repetition_penalty") else 1.0
+        ),
+        presence_penalty=message.presence_penalty,
+        frequency_penalty=message.frequency_penalty,
+        logit_bias=tuple(sorted(message.logit_bias.items())),
+        min_tokens=min(message.min_tokens, 2**31 - 1),
+        stop_token_ids=tuple(message.stop_token_ids),
+        ignore_eos=message.ignore_eos,
+        num_logprobs=message.logprobs if message.HasField("logprobs") else None,
+        num_prompt_logprobs=(
+            message.prompt_logprobs if message.HasField("prompt_logprobs") else None
+        ),
+    )
+    _check_sampling(settings)
+    return settings
+
+
+def _check_sampling(settings: SamplingSettings) -> None:
+    """Refuses what would make logits meaningless; the router refuses it with kinder words."""
+    bounds = (
+        ("temperature", 0.0, math.inf),
+        ("top_p", 0.0, 1.0),
+        ("min_p", 0.0, 1.0),
+        ("repetition_penalty", 0.0, math.inf),
+        ("presence_penalty", -math.inf, math.inf),
+        ("frequency_penalty", -math.inf, math.inf),
+    )
+    for name, low, high in bounds:
+        value = getattr(settings, name)
+        if not (math.isfinite(value) and low <= value <= high):
+            raise invalid(name, f"must be finite and in [{low}, {high}], is {value}")
+    if settings.repetition_penalty == 0.0:
+        raise invalid("repetition_penalty", "must be above 0")
+    if not all(math.isfinite(value) for _, value in settings.logit_bias):
+        raise invalid("logit_bias", "values must be finite")
+
+
+def _row_logprobs(row: RowLogprobs) -> gpuworker_pb2.RowLogprobs:
+    return gpuworker_pb2.RowLogprobs(
+        row=row.row, tokens=_tokens(row.tokens), prompt_tokens=_tokens(row.prompt_tokens)
+    )
+
+
+def _tokens(columns: LogprobColumns | None) -> Iterable[common_pb2.TokenLogprobs]:
+    if columns is None:
+        return ()
+    return [
+        common_pb2.TokenLogprobs(
+            token_id=token_id,
+            logprob=logprob,
+            rank=rank,
+            top_token_ids=top_token_ids,
+            top_logprobs=top_logprobs,
+        )
+        for token_id, logprob, rank, top_token_ids, top_logprobs in zip(
+            columns.token_ids.tolist(),
+            columns.logprobs.tolist(),
+            columns.ranks.tolist(),
+            columns.top_token_ids.tolist(),
+            columns.top_logprobs.tolist(),
+            strict=True,
+        )
+    ]

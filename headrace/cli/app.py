@@ -1,0 +1,117 @@
+"""The `headrace` command: what there is, and how each command's end becomes an exit code.
+
+A command's module is imported when the command is used, so that help is there at once.
+"""
+
+import contextlib
+import importlib
+import os
+import sys
+from collections.abc import Iterator
+from typing import Any
+
+import click
+
+from headrace.cli.exits import INTERRUPTED, PIPE_CLOSED
+
+# Name -> what `headrace --help` says of it; the module is headrace.cli.<name> unless given.
+_COMMANDS = {
+    "demo": "Serve a small model here, ask it something, stop.",
+    "serve": "Serve a model on this machine.",
+    "generate": "Complete a prompt, streaming the text.",
+    "chat": "Talk to a model.",
+    "abort": "End requests.",
+    "status": "Where a request stands.",
+    "explain": "Why a request had to wait, or lost its place.",
+    "models": "Models that are served.",
+    "pool": "The workers and their load, once.",
+    "top": "The workers and their load, again and again.",
+    "replay": "Run recorded scheduling again and compare.",
+}
+_MODULES = {
+    "abort": "requests",
+    "status": "requests",
+    "explain": "requests",
+    "models": "pool",
+    "top": "pool",
+}
+
+
+class _App(click.Group):
+    """A group whose commands are imported when they are used."""
+
+    def list_commands(self, ctx: click.Context) -> list[str]:  # noqa: ARG002 click's signature
+        return list(_COMMANDS)
+
+    def get_command(self, ctx: click.Context, cmd_name: str) -> click.Command | None:  # noqa: ARG002
+        if cmd_name not in _COMMANDS:
+            return None
+        module = importlib.import_module(f"headrace.cli.{_MODULES.get(cmd_name, cmd_name)}")
+        command = getattr(module, cmd_name)
+        assert isinstance(command, click.Command), f"{cmd_name} is a click command"
+        return command
+
+    def format_commands(self, ctx: click.Context, formatter: click.HelpFormatter) -> None:  # noqa: ARG002
+        with formatter.section("Commands"):
+            formatter.write_dl(list(_COMMANDS.items()))
+
+    def make_context(self, *args: Any, **extra: Any) -> click.Context:
+        with _our_exits():
+            return super().make_context(*args, **extra)
+
+    def invoke(self, ctx: click.Context) -> Any:
+        with _our_exits():
+            return super().invoke(ctx)
+
+
+@contextlib.contextmanager
+def _our_exits() -> Iterator[None]:
+    """Ends the process quietly, with our codes, at Ctrl-C and when stdout's reader is gone."""
+    try:
+        yield
+        sys.stdout.flush()
+    except KeyboardInterrupt:
+        sys.exit(INTERRUPTED)
+    except BrokenPipeError:
+        # Python would complain once more when it flushes at its own exit.
+        os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
+        sys.exit(PIPE_CLOSED)
+
+
+def _show_version(ctx: click.Context, _: click.Parameter, is_wanted: bool) -> None:
+    if not is_wanted:
+        return
+    from importlib import metadata
+
+    try:
+        click.echo(f"headrace {metadata.version('headrace')}")
+    except metadata.PackageNotFoundError:
+        click.echo("headrace, not installed: run from its source folder")
+    ctx.exit()
+
+
+@click.group(cls=_App, context_settings={"max_content_width": 100})
+@click.option(
+    "--version",
+    is_flag=True,
+    is_eager=True,
+    expose_value=False,
+    callback=_show_version,
+    help="Show the version and exit.",
+)
+def main() -> None:
+    """Headrace serves large language models over gRPC on a pool of workers.
+
+    \b
+    Start here:
+      headrace demo                         everything once, on this machine
+      headrace serve                        serve the small model, until Ctrl-C
+      headrace chat                         talk to it, from another terminal
+      echo "Once upon" | headrace generate - --max-tokens 40
+
+    Commands that talk to a server find it by --server or HEADRACE_SERVER (127.0.0.1:8700).
+
+    \b
+    Exit codes: 0 done; 1 the request failed or was refused; 2 wrong usage;
+    3 no server reached; 130 interrupted by Ctrl-C; 141 the reader of our output left.
+    """

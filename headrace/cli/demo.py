@@ -1,0 +1,59 @@
+"""`headrace demo`: the whole thing once, from nothing to figures and back to nothing."""
+
+import asyncio
+import contextlib
+import signal
+from typing import TYPE_CHECKING, Any
+
+import click
+
+from headrace.cli.exits import Failure, run
+from headrace.cli.progress import Steps
+from headrace.cli.serving import make_config, model_options
+
+if TYPE_CHECKING:
+    from headrace.local import LocalConfig
+
+_PROMPT = "In three sentences: why is the sky blue?"
+
+
+@click.command()
+@click.option("--prompt", default=_PROMPT, show_default=True, help="What to ask.")
+@click.option(
+    "--max-tokens", type=int, default=128, show_default=True, help="Length of the answer."
+)
+@model_options
+def demo(prompt: str, max_tokens: int, **arguments: Any) -> None:
+    """Start router, scheduler and gpuworker here, ask one question over gRPC, stop them.
+
+    The model is fetched at the first run; later runs start in seconds. Nothing is left behind but
+    the fetched model.
+    """
+    with Steps() as steps:
+        config = make_config(arguments, steps)
+        run(_demo(config, steps, prompt, max_tokens))
+
+
+async def _demo(config: "LocalConfig", steps: Steps, prompt: str, max_tokens: int) -> None:
+    from headrace.cli.figures import Stopwatch
+    from headrace.cli.printing import print_stream
+    from headrace.client import ChatMessage, HeadraceClient, Sampling
+    from headrace.local import LocalError, local_pool
+
+    ours = asyncio.current_task()
+    assert ours is not None, "inside the loop"
+    asyncio.get_running_loop().add_signal_handler(signal.SIGTERM, ours.cancel)
+    try:
+        async with local_pool(config, tell=steps.begin, log=steps.log) as pool:
+            steps.done()
+            click.echo(f"\n> {prompt}\n")
+            sampling = Sampling(temperature=0.0, max_tokens=max_tokens)
+            async with HeadraceClient(pool.address) as client:
+                stopwatch = Stopwatch()
+                answer = client.generate([ChatMessage("user", prompt)], sampling=sampling)
+                async with contextlib.aclosing(answer):
+                    await print_stream(answer, stopwatch, [])
+            click.echo(f"\n{stopwatch.figures()}")
+            steps.begin("stopping")
+    except LocalError as error:
+        raise Failure(str(error)) from error

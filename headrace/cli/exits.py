@@ -1,0 +1,52 @@
+"""How a command ends: exit codes, and errors as one line on stderr."""
+
+from collections.abc import Callable, Coroutine
+from typing import TYPE_CHECKING, Any, TypeVar
+
+import click
+
+if TYPE_CHECKING:
+    from headrace.service.errors import ServiceError
+
+T = TypeVar("T")
+
+FAILED = 1
+UNREACHABLE = 3
+INTERRUPTED = 130
+# What a shell reports of a program that SIGPIPE ended.
+PIPE_CLOSED = 141
+
+
+class Failure(click.ClickException):
+    """The request failed; the message is for the user."""
+
+    exit_code = FAILED
+
+
+class Unreachable(Failure):
+    """Nobody answered."""
+
+    exit_code = UNREACHABLE
+
+
+def explained(error: "ServiceError") -> Failure:
+    """A ServiceError as one line that says what to do."""
+    if error.reason == "UNREACHABLE":
+        return Unreachable(
+            f"{error.message}. Start one with `headrace serve`, or say where it is with"
+            " --server HOST:PORT"
+        )
+    retry = f" (again in {error.retry_after_s:g} s)" if error.retry_after_s else ""
+    return Failure(f"{error.message}{retry} [{error.reason}]")
+
+
+def run(work: Coroutine[Any, Any, T], runner: Callable[..., T] | None = None) -> T:
+    """Runs a command's work to its end, ServiceError becoming Failure."""
+    import asyncio
+
+    from headrace.service.errors import ServiceError
+
+    try:
+        return (runner or asyncio.run)(work)
+    except ServiceError as error:
+        raise explained(error) from error

@@ -1,0 +1,130 @@
+"""`headrace generate`: one prompt, one answer, fit for pipes."""
+
+import contextlib
+import sys
+from dataclasses import asdict
+from typing import TYPE_CHECKING, Any
+
+import click
+
+from headrace.cli.exits import run
+from headrace.cli.options import (
+    connection_options,
+    json_option,
+    make_sampling,
+    open_client,
+    print_json,
+    request_options,
+    sampling_options,
+    take_request_options,
+)
+
+if TYPE_CHECKING:
+    from headrace.client import Prompt
+
+
+@click.command()
+@click.argument("prompt", required=False)
+@click.option("--chat", is_flag=True, help="Put PROMPT through the model's chat template.")
+@click.option("--system", default="", help="System message; means --chat.")
+@click.option("--token-ids", is_flag=True, help="PROMPT is token ids, separated by spaces.")
+@click.option("-n", type=int, help="Independent completions of the prompt, 1 to 16.")
+@click.option("--logprobs", type=int, help="With --json: log probabilities, and of this many more.")
+@click.option("--prompt-logprobs", type=int, help="The same for the prompt's tokens.")
+@click.option("--echo", is_flag=True, help="Print the prompt before the answer.")
+@click.option("--include-stop", is_flag=True, help="Show the stop text that ended it.")
+@click.option("--request-id", default="", help="Your own id, for abort, status and explain.")
+@click.option("--figures", is_flag=True, help="Afterwards, how fast it was, on stderr.")
+@json_option
+@request_options
+@sampling_options
+@connection_options
+def generate(prompt: str | None, **arguments: Any) -> None:
+    """Complete PROMPT and stream the text to stdout.
+
+    PROMPT is used as it is; instruct models want --chat. With - (or no PROMPT in a pipe) it is
+    read from stdin, less one newline at its end. Ctrl-C or a closed pipe ends the request on the
+    server too.
+
+    \b
+    Examples:
+      headrace generate "The capital of France is" --max-tokens 8 --temperature 0
+      headrace generate --chat "Why is the sky blue?" --figures
+      echo hi | headrace generate -
+      headrace generate - --system "Summarize." --json < notes.txt | jq -r .outputs[0].text
+    """
+    run(_generate(_read(prompt), arguments))
+
+
+def _read(prompt: str | None) -> str:
+    """The prompt's text, from stdin where that is meant."""
+    if prompt is None and sys.stdin.isatty():
+        raise click.UsageError("give a PROMPT, or - to read it from stdin")
+    if prompt is not None and prompt != "-":
+        return prompt
+    data = sys.stdin.buffer.read()
+    try:
+        return data.decode("utf-8").removesuffix("\n").removesuffix("\r")
+    except UnicodeDecodeError as error:
+        raise click.UsageError(f"stdin is not UTF-8 text (byte {error.start})") from error
+
+
+def _prompt(text: str, *, chat: bool, system: str, token_ids: bool) -> "Prompt":
+    from headrace.types import ChatMessage
+
+    if token_ids:
+        if chat or system:
+            raise click.UsageError("--token-ids goes with neither --chat nor --system")
+        try:
+            return [int(part) for part in text.replace(",", " ").split()]
+        except ValueError as error:
+            raise click.BadParameter(str(error), param_hint="PROMPT") from error
+    if not (chat or system):
+        return text
+    before = [ChatMessage("system", system)] if system else []
+    return [*before, ChatMessage("user", text)]
+
+
+async def _generate(text: str, arguments: dict[str, Any]) -> None:
+    from headrace.cli.figures import Stopwatch
+    from headrace.cli.printing import print_stream
+
+    names = ("chat", "system", "token_ids")
+    prompt = _prompt(text, **{name: arguments.pop(name) for name in names})
+    as_json, figures = arguments.pop("as_json"), arguments.pop("figures")
+    options = take_request_options(arguments) | {
+        "request_id": arguments.pop("request_id"),
+        "echo": arguments.pop("echo"),
+        "include_stop_str_in_output": arguments.pop("include_stop"),
+    }
+    async with open_client(arguments) as client:
+        sampling = make_sampling(arguments)
+        stopwatch = Stopwatch()
+        deltas = client.generate(prompt, sampling=sampling, **options)
+        async with contextlib.aclosing(deltas):
+            if as_json or (sampling.n or 1) > 1:
+                await _print_whole(deltas, stopwatch, as_json=as_json)
+            else:
+                await print_stream(deltas, stopwatch, [])
+    if figures:
+        click.echo(str(stopwatch.figures()), err=True)
+
+
+async def _print_whole(deltas: Any, stopwatch: Any, *, as_json: bool) -> None:
+    """Prints when all is there: several completions cannot share one stream of text."""
+    from headrace.cli.printing import check, write
+    from headrace.client import gather
+
+    async def seen() -> Any:
+        async for delta in deltas:
+            stopwatch.see(delta)
+            yield delta
+
+    completion = await gather(seen())
+    if as_json:
+        print_json(asdict(completion) | {"figures": asdict(stopwatch.figures())})
+    else:
+        for number, output in enumerate(completion.outputs):
+            write(f"--- {number + 1}\n{output.text}\n")
+    for output in completion.outputs:
+        check(output.finish_reason, completion.request_id)

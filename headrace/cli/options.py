@@ -1,0 +1,169 @@
+"""Options that several commands share, and what they become."""
+
+from collections.abc import Callable
+from dataclasses import asdict, is_dataclass
+from typing import TYPE_CHECKING, Any, TypeVar
+
+import click
+
+if TYPE_CHECKING:
+    from headrace.client import HeadraceClient
+    from headrace.types import Sampling
+
+Command = TypeVar("Command", bound=Callable[..., Any])
+
+DEFAULT_SERVER = "127.0.0.1:8700"
+
+_CONNECTION = (
+    click.option(
+        "--server",
+        default=DEFAULT_SERVER,
+        envvar="HEADRACE_SERVER",
+        show_default=True,
+        show_envvar=True,
+        metavar="HOST:PORT",
+        help="The router to talk to.",
+    ),
+    click.option("--tls", is_flag=True, help="Use TLS, trusting the system's authorities."),
+    click.option(
+        "--tls-ca-file", default="", metavar="PEM", help="Authorities to trust; turns TLS on."
+    ),
+    click.option("--tls-cert-file", default="", metavar="PEM", help="Our certificate (mTLS)."),
+    click.option("--tls-key-file", default="", metavar="PEM", help="Its private key."),
+    click.option(
+        "--auth-token-file",
+        default="",
+        envvar="HEADRACE_AUTH_TOKEN_FILE",
+        show_envvar=True,
+        metavar="FILE",
+        help="File with the bearer token to send.",
+    ),
+)
+
+_SAMPLING = (
+    click.option("--temperature", type=float, help="0 is greedy.  [default: 1]"),
+    click.option("--top-p", type=float, help="Keep the likeliest tokens up to this sum."),
+    click.option("--top-k", type=int, default=0, help="Keep this many likeliest tokens; 0: all."),
+    click.option(
+        "--min-p",
+        type=float,
+        default=0.0,
+        help="Drop tokens less likely than this part of the likeliest.",
+    ),
+    click.option("--seed", type=int, help="Same seed, same prompt: same answer."),
+    click.option("--repetition-penalty", type=float, help="Above 1: less of what was there."),
+    click.option("--presence-penalty", type=float, default=0.0, help="-2 to 2, once per token."),
+    click.option("--frequency-penalty", type=float, default=0.0, help="-2 to 2, each time."),
+    click.option(
+        "--logit-bias",
+        multiple=True,
+        metavar="ID=VALUE",
+        help="Add to a token's logit. (repeatable)",
+    ),
+    click.option("--max-tokens", type=int, help="Most tokens to generate.  [default: what fits]"),
+    click.option("--min-tokens", type=int, default=0, help="Nothing ends it before this many."),
+    click.option(
+        "--stop", multiple=True, metavar="TEXT", help="Text that ends it, not shown. (repeatable)"
+    ),
+    click.option(
+        "--stop-token-id",
+        "stop_token_ids",
+        type=int,
+        multiple=True,
+        metavar="ID",
+        help="Token that ends it. (repeatable)",
+    ),
+    click.option("--ignore-eos", is_flag=True, help="Go on after the end-of-sequence token."),
+)
+
+_REQUEST = (
+    click.option("--model", default="", help="Model name; not needed where one is served."),
+    click.option("--priority", type=int, default=0, help="Smaller is more urgent."),
+    click.option("--tenant", default="", help="Who pays."),
+    click.option("--deadline-s", type=float, help="Give up after this many seconds."),
+    click.option("--cache-salt", default="", help="Keep the prompt's cache entries apart."),
+    click.option("--keep-special-tokens", is_flag=True, help="Show tokens like <|im_end|>."),
+)
+
+
+def _all(options: tuple[Callable[[Any], Any], ...]) -> Callable[[Command], Command]:
+    def decorate(command: Command) -> Command:
+        for option in reversed(options):
+            command = option(command)
+        return command
+
+    return decorate
+
+
+connection_options = _all(_CONNECTION)
+sampling_options = _all(_SAMPLING)
+request_options = _all(_REQUEST)
+json_option = click.option("--json", "as_json", is_flag=True, help="Print JSON, for programs.")
+
+CONNECTION_NAMES = (
+    "server",
+    "tls",
+    "tls_ca_file",
+    "tls_cert_file",
+    "tls_key_file",
+    "auth_token_file",
+)
+_REQUEST_NAMES = (
+    "model",
+    "priority",
+    "tenant",
+    "deadline_s",
+    "cache_salt",
+    "keep_special_tokens",
+)
+
+
+def open_client(arguments: dict[str, Any]) -> "HeadraceClient":
+    """The client that a command's connection options describe; they are taken out of arguments.
+
+    To be used inside the event loop.
+    """
+    from headrace.client import ChannelConfig, HeadraceClient
+
+    taken = {name: arguments.pop(name) for name in CONNECTION_NAMES}
+    server = str(taken.pop("server"))
+    if ":" not in server:
+        raise click.BadParameter(
+            f"{server!r} has no port; write HOST:PORT, like {DEFAULT_SERVER}",
+            param_hint="--server",
+        )
+    return HeadraceClient(server, ChannelConfig(**taken))
+
+
+def take_request_options(arguments: dict[str, Any]) -> dict[str, Any]:
+    """The options of `HeadraceClient.generate` among a command's arguments, taken out of them."""
+    return {name: arguments.pop(name) for name in _REQUEST_NAMES}
+
+
+def make_sampling(arguments: dict[str, Any]) -> "Sampling":
+    """The sampling that a command's remaining arguments describe."""
+    from headrace.types import Sampling
+
+    bias = dict(map(_logit_bias, arguments.pop("logit_bias")))
+    return Sampling(logit_bias=bias, **arguments)
+
+
+def _logit_bias(text: str) -> tuple[int, float]:
+    token_id, _, value = text.partition("=")
+    try:
+        return int(token_id), float(value)
+    except ValueError:
+        raise click.BadParameter(
+            f"{text!r} is not ID=VALUE, like 198=-100", param_hint="--logit-bias"
+        ) from None
+
+
+def print_json(value: Any) -> None:
+    """One JSON value on stdout; dataclasses become objects."""
+    import json
+
+    def plain(item: Any) -> Any:
+        return asdict(item) if is_dataclass(item) and not isinstance(item, type) else item
+
+    value = [plain(item) for item in value] if isinstance(value, list) else plain(value)
+    click.echo(json.dumps(value, ensure_ascii=False))

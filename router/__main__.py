@@ -1,0 +1,159 @@
+"""`python -m router`: builds the service from its settings and runs it until SIGTERM.
+
+Health says SERVING as soon as calls are answered, whether or not a worker is ready: a router
+without workers says UNAVAILABLE itself, with a RetryInfo, and ListModels tells how many are ready.
+"""
+
+import asyncio
+import contextlib
+import logging
+import os
+import platform
+import time
+from pathlib import Path
+from typing import Any
+
+import click
+
+from headrace.service import config, telemetry
+from headrace.service.channels import ChannelConfig, open_channel
+from headrace.service.process import ProcessConfig, run, write_address
+from headrace.service.serving import GrpcServer, ServingConfig, wait_for_signal
+from headrace.status.states import Writer
+from headrace.status.store import StatusStore
+from router.config import RouterConfig
+from router.core.admission import Limits
+from router.core.global_queue import GlobalQueue
+from router.core.placement import Pool
+from router.prompts import PromptReader
+from router.router import Router
+from router.rpc.inference import FULL_NAME, InferenceServicer, Services
+from router.rpc.scheduler_client import SchedulerClient
+from router.status_log import StatusLog
+from router.text.errors import ChatTemplateError, UnsupportedTokenizerError
+from router.text.tokenizer import ModelText, load_model_text
+
+logger = logging.getLogger("router")
+
+_STORE_FLUSH_S = 2.0
+_CLOSE_STREAMS_S = 2.0
+
+# Section of the file and the environment, and what its flags begin with.
+_SECTIONS: dict[str, tuple[type[Any], str]] = {
+    "router": (RouterConfig, ""),
+    "serving": (ServingConfig, ""),
+    "channel": (ChannelConfig, "scheduler"),
+    "process": (ProcessConfig, ""),
+}
+
+
+@click.command(context_settings={"max_content_width": 100})
+@click.option("--config", "config_file", type=click.Path(path_type=Path), help="TOML file.")
+@config.flags(RouterConfig)
+@config.flags(ServingConfig)
+@config.flags(ChannelConfig, prefix="scheduler")
+@config.flags(ProcessConfig)
+def main(config_file: Path | None, **arguments: Any) -> None:
+    """Admit, queue and place requests, and stream their text back to clients."""
+    settings: dict[str, Any] = {
+        section: config.load(
+            struct,
+            section=section,
+            file=config_file,
+            environ=os.environ,
+            overrides=config.given(struct, arguments, prefix=prefix),
+        )
+        for section, (struct, prefix) in _SECTIONS.items()
+    }
+    router = settings["router"]
+    if not router.scheduler:
+        raise config.ConfigError("give at least one --scheduler HOST:PORT")
+    if not router.model:
+        raise config.ConfigError("give --model, where the tokenizer is")
+    run("router", settings["process"], serve(**settings))
+
+
+async def serve(
+    router: RouterConfig, serving: ServingConfig, channel: ChannelConfig, process: ProcessConfig
+) -> None:
+    """Serve until SIGTERM or SIGINT, then let what is live finish, and stop."""
+    router_id = router.router_id or platform.node()
+    traces = telemetry.setup("headrace-router", process.otlp_endpoint)
+    async with contextlib.AsyncExitStack() as stack:
+        store = await stack.enter_async_context(StatusStore(router.store_url, Writer.ROUTER))
+        prompts = PromptReader()
+        stack.callback(prompts.close)
+        channels = {address: open_channel(address, channel) for address in router.scheduler}
+        for opened in channels.values():
+            stack.push_async_callback(opened.close)
+        live = build_router(router, store, router_id)
+        schedulers = [
+            SchedulerClient(address, opened, live, router_id=router_id)
+            for address, opened in channels.items()
+        ]
+        services = Services(
+            router=live,
+            models=load_models(router),
+            prompts=prompts,
+            schedulers=schedulers,
+            status=store,
+            max_prompt_bytes=router.max_prompt_bytes,
+        )
+        server = GrpcServer(serving, [FULL_NAME], traces.server_interceptors)
+        InferenceServicer(services).add_to(server.server)
+        write_address(process, await server.start())
+        async with asyncio.TaskGroup() as tasks:
+            background = [
+                tasks.create_task(store.run()),
+                tasks.create_task(live.run_deadlines()),
+                *(tasks.create_task(scheduler.run()) for scheduler in schedulers),
+            ]
+            await server.set_serving(True)
+            await wait_for_signal()
+            await server.set_serving(False)
+            await drain(live, serving.drain_timeout_s)
+            await server.stop(_CLOSE_STREAMS_S)
+            await store.flush(_STORE_FLUSH_S)
+            for task in background:
+                task.cancel()
+    traces.shutdown()
+
+
+def build_router(settings: RouterConfig, store: StatusStore, router_id: str) -> Router:
+    """The router's state, empty."""
+    return Router(
+        Pool(
+            waiting_allowance=settings.waiting_allowance,
+            max_report_age_s=settings.max_report_age_s,
+        ),
+        GlobalQueue(settings.policy),
+        Limits(settings.max_queued_requests, settings.max_queued_tokens),
+        StatusLog(store, router_id, wall_clock=time.time),
+    )
+
+
+def load_models(settings: RouterConfig) -> dict[str, ModelText]:
+    """The text side of each model served here, by the name that requests use."""
+    path = Path(settings.model)
+    if not path.exists():
+        raise config.ConfigError(f"--model {settings.model}: no such folder or file")
+    try:
+        text = load_model_text(path)
+    except (UnsupportedTokenizerError, ChatTemplateError) as error:
+        raise config.ConfigError(f"--model {settings.model}: {error}") from error
+    return {settings.model_name or path.stem: text}
+
+
+async def drain(router: Router, timeout_s: float) -> None:
+    """Take nothing new, give what is live timeout_s seconds, then abort it."""
+    router.is_draining = True
+    logger.info("draining %d requests", router.num_live)
+    try:
+        await asyncio.wait_for(router.wait_idle(), timeout_s)
+    except TimeoutError:
+        logger.warning("aborting %d requests that are not done", router.num_live)
+        router.abort_all()
+
+
+if __name__ == "__main__":
+    main()

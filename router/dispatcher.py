@@ -1,0 +1,231 @@
+"""Where each completion is: waiting in the queue, in flight under a handle, or gone.
+
+Dispatch is late: a completion leaves the queue when a worker has credit for it. What schedulers
+say comes in here too. Nothing awaits, so each call sees and leaves a whole state. It knows
+completions; requests, callers and deadlines are `router`'s.
+"""
+
+from collections.abc import Callable, Sequence
+from typing import Protocol
+
+from headrace.service.errors import ServiceError
+from router import outcomes
+from router.core.global_queue import Entry, GlobalQueue
+from router.core.placement import Pool, WorkerKey, WorkerReport
+from router.request import (
+    CancelReason,
+    Completion,
+    Finish,
+    FinishReason,
+    Logprobs,
+    Refusal,
+    SchedulerLink,
+    StepNews,
+)
+from router.status_log import StatusLog
+
+_MAX_DISPATCHES = 16
+
+_CANCEL_REASON = {
+    FinishReason.STOP: CancelReason.STOP_STRING,
+    FinishReason.DEADLINE: CancelReason.DEADLINE,
+}
+
+
+class CompletionOwner(Protocol):
+    """Who is told what became of completions."""
+
+    def completion_ended(self, completion: Completion, finish: Finish) -> None:
+        """Its scheduler ended it."""
+        ...
+
+    def completion_failed(self, completion: Completion, error: ServiceError) -> None:
+        """It cannot be served; it is still where it was, for the owner to withdraw."""
+        ...
+
+
+class Dispatcher:
+    """Owns the queue, the pool's credit and what is in flight."""
+
+    def __init__(
+        self,
+        pool: Pool,
+        queue: GlobalQueue[Completion],
+        status: StatusLog,
+        *,
+        clock: Callable[[], float],
+        wall_clock: Callable[[], float],
+    ) -> None:
+        """clock is monotonic, wall_clock since the epoch; both in seconds."""
+        self.pool = pool
+        self.queue = queue
+        self.owner: CompletionOwner | None = None
+        self._status = status
+        self._clock = clock
+        self._wall_clock = wall_clock
+        self._links: dict[str, SchedulerLink] = {}
+        self._in_flight: dict[int, Completion] = {}
+        self._last_handle = 0
+
+    @property
+    def num_in_flight(self) -> int:
+        return len(self._in_flight)
+
+    def enqueue(self, completion: Completion) -> None:
+        """Let it wait; `pump` sends it."""
+        request = completion.request
+        self.queue.push(
+            Entry(
+                completion.key,
+                completion.key,
+                completion.num_tokens,
+                request.spec.priority,
+                completion,
+            )
+        )
+        self._status.queued(completion)
+
+    def withdraw(self, completion: Completion, finish: Finish) -> None:
+        """End it from our side, wherever it is."""
+        if self._in_flight.get(completion.handle) is not completion:
+            self.queue.remove(completion.key)
+            self._status.ended_waiting(completion, finish)
+            return
+        assert completion.link is not None, "what is in flight has a link"
+        reason = _CANCEL_REASON.get(finish.reason, CancelReason.ABORTED)
+        completion.link.cancel(completion.handle, reason)
+        self._land(completion)
+
+    def connected(self, link: SchedulerLink) -> None:
+        """The link can be used, once its workers are reported."""
+        self._links[link.name] = link
+
+    def on_report(
+        self, scheduler: str, reports: Sequence[WorkerReport], *, is_draining: bool
+    ) -> None:
+        """A scheduler told of its workers."""
+        self.pool.report(scheduler, reports, is_draining=is_draining, now=self._clock())
+        self.pump()
+
+    def lost(self, link: SchedulerLink) -> None:
+        """The link broke; the scheduler drops what came through it, we send it elsewhere."""
+        self._links.pop(link.name, None)
+        self.pool.forget(link.name)
+        for completion in [c for c in self._in_flight.values() if c.link is link]:
+            self._take_back(completion)
+        self.pump()
+
+    def on_step(self, news: StepNews) -> None:
+        """Take one step's news; completions that we ended ourselves are unknown and skipped."""
+        for admission in news.admissions:
+            self._on_admission(admission.handle, admission.num_cached_tokens, admission.time_unix_s)
+        for logprobs in news.logprobs:
+            self._on_logprobs(logprobs)
+        in_flight, token_ids, begin = self._in_flight, news.token_ids, 0
+        for handle, count in zip(news.handles, news.num_new_tokens, strict=True):
+            end = begin + count
+            completion = in_flight.get(handle)
+            if completion is not None:
+                completion.token_ids.extend(token_ids[begin:end])
+                request = completion.request
+                if request.timeline.first_token is None:
+                    request.timeline.first_token = self._clock()
+                request.wake()
+            begin = end
+        for ended in news.ended:
+            completion = in_flight.get(ended.handle)
+            if completion is not None:
+                completion.request.num_preemptions += ended.num_preemptions
+                self._land(completion)
+                self._told().completion_ended(completion, ended.finish)
+        if news.ended or news.admissions:
+            self.pump()
+
+    def on_refusal(self, refusal: Refusal) -> None:
+        """A scheduler did not take a completion: try elsewhere, or fail its request."""
+        completion = self._in_flight.get(refusal.handle)
+        if completion is None:
+            return
+        if completion.worker is not None:
+            self.pool.refused(completion.worker)
+        if outcomes.is_worth_retrying(refusal) and completion.num_dispatches < _MAX_DISPATCHES:
+            self._take_back(completion)
+        else:
+            error = outcomes.refused(refusal, completion.request.spec)
+            self._told().completion_failed(completion, error)
+        self.pump()
+
+    def pump(self) -> None:
+        """Dispatch from the head of the queue for as long as a worker has credit."""
+        now = self._clock()
+        while (completion := self.queue.peek()) is not None:
+            request = completion.request
+            worker = self.pool.choose(
+                request.spec.model,
+                num_prompt_tokens=completion.num_tokens,
+                max_tokens=request.max_tokens - len(completion.token_ids),
+                now=now,
+            )
+            if worker is None:
+                return
+            self._dispatch(completion, worker)
+
+    def _dispatch(self, completion: Completion, worker: WorkerKey) -> None:
+        self.queue.remove(completion.key)
+        completion.handle = self._next_handle()
+        completion.worker = worker
+        completion.link = self._links[worker.scheduler]
+        completion.num_dispatches += 1
+        completion.num_sent_tokens = completion.num_tokens
+        completion.is_admitted = False
+        self._in_flight[completion.handle] = completion
+        self.pool.sent(worker, completion.num_sent_tokens)
+        completion.link.submit(completion)
+        self._status.dispatched(completion)
+
+    def _take_back(self, completion: Completion) -> None:
+        """From in flight to waiting, with the tokens that it has: they are not computed twice."""
+        self._land(completion)
+        completion.epoch += 1
+        self.enqueue(completion)
+
+    def _land(self, completion: Completion) -> None:
+        """No longer in flight; its credit is free again."""
+        del self._in_flight[completion.handle]
+        assert completion.worker is not None, "what is in flight has a worker"
+        self.pool.finished(
+            completion.worker, completion.num_sent_tokens, was_admitted=completion.is_admitted
+        )
+
+    def _on_admission(self, handle: int, num_cached_tokens: int, time_unix_s: float) -> None:
+        completion = self._in_flight.get(handle)
+        if completion is None or completion.is_admitted:
+            return
+        assert completion.worker is not None, "what is in flight has a worker"
+        completion.is_admitted = True
+        self.pool.admitted(completion.worker, completion.num_sent_tokens)
+        timeline = completion.request.timeline
+        if timeline.admitted is None:
+            # The scheduler's clock may differ from ours; never before arrival, never ahead.
+            now = self._clock()
+            ago = max(0.0, self._wall_clock() - time_unix_s)
+            timeline.admitted = max(timeline.arrived, now - ago)
+            completion.num_cached_tokens = num_cached_tokens
+
+    def _on_logprobs(self, logprobs: Logprobs) -> None:
+        completion = self._in_flight.get(logprobs.handle)
+        if completion is not None:
+            completion.logprobs.extend(logprobs.tokens)
+            if logprobs.prompt_tokens:
+                completion.prompt_logprobs = logprobs.prompt_tokens
+
+    def _next_handle(self) -> int:
+        """uint32 on the wire; a live one is not given out again after it wraps."""
+        while True:
+            self._last_handle = self._last_handle % (2**32 - 1) + 1
+            if self._last_handle not in self._in_flight:
+                return self._last_handle
+
+    def _told(self) -> CompletionOwner:
+        assert self.owner is not None, "the owner is set before the first request"
+        return self.owner

@@ -1,0 +1,70 @@
+"""How refusals and endings look to a caller: the one map from outcomes to status codes."""
+
+from headrace.service.errors import (
+    ServiceError,
+    already_exists,
+    deadline_exceeded,
+    exhausted,
+    internal,
+    invalid,
+    unavailable,
+)
+from router.core.admission import Reason, Reject
+from router.request import Refusal, Spec
+
+
+def rejected(reject: Reject, spec: Spec) -> ServiceError:
+    """A request that was not let in."""
+    match reject.reason:
+        case Reason.PROMPT_TOO_LONG:
+            return invalid(spec.prompt_field, reject.message)
+        case Reason.MAX_TOKENS_TOO_LARGE:
+            return invalid("sampling.max_tokens", reject.message)
+        case Reason.NO_READY_WORKER:
+            return unavailable(reject.reason.value, reject.message, reject.retry_after_s)
+        case Reason.DEADLINE_PASSED:
+            return deadline_exceeded(reject.reason.value, f"deadline: {reject.message}")
+        case Reason.QUEUE_FULL:
+            return exhausted(reject.reason.value, reject.message, reject.retry_after_s)
+
+
+def refused(refusal: Refusal, spec: Spec) -> ServiceError:
+    """A request that a scheduler will not take, for good."""
+    match refusal.reason:
+        case "TOO_LONG":
+            return invalid(spec.prompt_field, refusal.message)
+        case "INVALID":
+            return invalid("sampling", refusal.message)
+        case "DUPLICATE":
+            return already_exists("DUPLICATE_REQUEST_ID", refusal.message)
+        case "NO_WORKER" | "WORKER_LOST" | "DRAINING":
+            return unavailable(refusal.reason, refusal.message, 1.0)
+    return internal(refusal.reason or "REFUSED", refusal.message)
+
+
+def is_worth_retrying(refusal: Refusal) -> bool:
+    """Whether another worker, or the same one later, may take it."""
+    return refusal.reason in {"NO_WORKER", "WORKER_LOST", "DRAINING"}
+
+
+def failed(message: str) -> ServiceError:
+    """A fault in a worker or scheduler ended a request."""
+    return internal("GENERATION_FAILED", message or "the generation failed in its worker")
+
+
+def draining() -> ServiceError:
+    return unavailable("DRAINING", "this router is shutting down; use another, or try again", 1.0)
+
+
+def late(spec: Spec) -> ServiceError:
+    """The deadline passed before the end, and that is all the caller is told."""
+    return deadline_exceeded(
+        "DEADLINE_EXCEEDED", f"deadline: passed before {spec.request_id} was finished"
+    )
+
+
+def duplicate(request_id: str) -> ServiceError:
+    return already_exists(
+        "DUPLICATE_REQUEST_ID",
+        f"request_id: {request_id!r} is in use by a live request; choose another, or none",
+    )

@@ -1,0 +1,244 @@
+"""A live request and its completions: what was asked, what came, how it ended.
+
+A request is owned by the Router, which alone changes it; the stream that answers the client
+reads what has come and takes it out. Sampling parameters and log probabilities are the wire's
+own objects, carried here unread.
+"""
+
+import asyncio
+from array import array
+from collections.abc import Sequence
+from dataclasses import dataclass, field
+from enum import IntEnum
+from typing import Protocol
+
+import numpy as np
+from numpy.typing import NDArray
+
+from headrace.service.errors import ServiceError
+from router.core.placement import WorkerKey
+from router.text.completion import CompletionText
+
+Int32Array = NDArray[np.int32]
+
+
+class FinishReason(IntEnum):
+    """Why a completion ended; the numbers are the protocol's."""
+
+    STOP = 1
+    LENGTH = 2
+    ABORTED = 3
+    ERROR = 4
+    DEADLINE = 5
+    REPETITION = 6
+
+
+class CancelReason(IntEnum):
+    """Why we end a completion in its scheduler; the numbers are the protocol's."""
+
+    ABORTED = 1
+    STOP_STRING = 2
+    DEADLINE = 3
+
+
+@dataclass(frozen=True, slots=True)
+class Finish:
+    """How a completion ended; message is for a person."""
+
+    reason: FinishReason
+    stop_token_id: int | None = None
+    stop: str | None = None
+    message: str = ""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Spec:
+    """What a caller asked for, validated.
+
+    sampling is the wire's; other fields repeat of it what the router itself looks at. prompt_field
+    is what the prompt came in, for errors. max_tokens None: as many as fit. is_calls_deadline: the
+    deadline is the gRPC call's own, so the caller expects its status.
+    """
+
+    request_id: str
+    model: str
+    sampling: object
+    n: int = 1
+    seed: int = 0
+    prompt_field: str = "text"
+    max_tokens: int | None = None
+    min_tokens: int = 0
+    stop: Sequence[str] = ()
+    has_logprobs: bool = False
+    has_prompt_logprobs: bool = False
+    include_stop_str_in_output: bool = False
+    echo: bool = False
+    keep_special_tokens: bool = False
+    priority: int = 0
+    tenant: str = ""
+    cache_salt: str = ""
+    deadline_unix_s: float | None = None
+    is_calls_deadline: bool = False
+    traceparent: str = ""
+
+
+class Completion:
+    """One of a request's n generations.
+
+    key is for life; handle is new with each dispatch, so that news of an older one is no news.
+    """
+
+    __slots__ = (
+        "epoch", "finish", "handle", "has_echoed", "index", "is_admitted", "key", "link",
+        "logprobs", "num_cached_tokens", "num_dispatches", "num_sent_tokens", "num_streamed",
+        "prompt_logprobs", "request", "request_id", "text", "token_ids", "worker",
+    )  # fmt: skip
+
+    def __init__(self, request: "Request", index: int, key: int, text: CompletionText) -> None:
+        spec = request.spec
+        self.request = request
+        self.index = index
+        self.key = key
+        self.handle = 0
+        self.request_id = spec.request_id if spec.n == 1 else f"{spec.request_id}#{index}"
+        self.text = text
+        self.epoch = 1
+        self.link: SchedulerLink | None = None
+        self.worker: WorkerKey | None = None
+        self.is_admitted = False
+        self.num_dispatches = 0
+        self.num_sent_tokens = 0  # prompt and generated, as of the last dispatch
+        self.num_cached_tokens = 0
+        self.token_ids = array("i")  # everything generated, over all epochs
+        self.num_streamed = 0  # how many of token_ids the stream has taken
+        self.has_echoed = False
+        self.logprobs: list[object] = []  # not yet taken by the stream
+        self.prompt_logprobs: Sequence[object] = ()
+        self.finish: Finish | None = None
+
+    @property
+    def seed(self) -> int:
+        return (self.request.spec.seed + self.index) % 2**64
+
+    @property
+    def num_tokens(self) -> int:
+        """Prompt and generated."""
+        return len(self.request.prompt_token_ids) + len(self.token_ids)
+
+
+@dataclass(slots=True)
+class Timeline:
+    """When things happened, on the router's monotonic clock."""
+
+    arrived: float
+    admitted: float | None = None
+    first_token: float | None = None
+    ended: float | None = None
+
+
+@dataclass(slots=True, eq=False)
+class Request:
+    """A live request; error is set when it failed as a whole. Deadline is monotonic."""
+
+    spec: Spec
+    prompt_token_ids: Int32Array
+    prompt_text: str
+    max_tokens: int
+    arrived_unix_s: float
+    timeline: Timeline
+    number: int
+    deadline: float | None = None
+    completions: list[Completion] = field(default_factory=list)
+    error: ServiceError | None = None
+    num_preemptions: int = 0
+    _waiter: "asyncio.Future[None] | None" = None
+    _has_news: bool = False
+
+    @property
+    def is_finished(self) -> bool:
+        return all(completion.finish is not None for completion in self.completions)
+
+    @property
+    def num_completion_tokens(self) -> int:
+        return sum(len(completion.token_ids) for completion in self.completions)
+
+    def wake(self) -> None:
+        """Tell the stream that something has come."""
+        self._has_news = True
+        if self._waiter is not None and not self._waiter.done():
+            self._waiter.set_result(None)
+
+    async def news(self) -> None:
+        """Wait until something has come since the last call; one waiter at a time."""
+        if not self._has_news:
+            self._waiter = asyncio.get_running_loop().create_future()
+            try:
+                await self._waiter
+            finally:
+                self._waiter = None
+        self._has_news = False
+
+
+@dataclass(frozen=True, slots=True)
+class Ended:
+    """A scheduler ended a completion."""
+
+    handle: int
+    finish: Finish
+    num_preemptions: int
+
+
+@dataclass(frozen=True, slots=True)
+class Admission:
+    """A scheduler gave a completion KV blocks for the first time."""
+
+    handle: int
+    num_cached_tokens: int
+    time_unix_s: float
+
+
+@dataclass(frozen=True, slots=True)
+class Logprobs:
+    """Log probabilities of a completion's new tokens, and of its prompt, once."""
+
+    handle: int
+    tokens: Sequence[object]
+    prompt_tokens: Sequence[object]
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class StepNews:
+    """What one step brought for this router: columns over the completions that got tokens."""
+
+    handles: Sequence[int]  # [num_completions]
+    num_new_tokens: Sequence[int]  # [num_completions]
+    token_ids: Sequence[int]  # [sum(num_new_tokens)]
+    ended: Sequence[Ended] = ()
+    admissions: Sequence[Admission] = ()
+    logprobs: Sequence[Logprobs] = ()
+
+
+@dataclass(frozen=True, slots=True)
+class Refusal:
+    """A scheduler did not take a completion; reason is the protocol's."""
+
+    handle: int
+    reason: str
+    message: str
+
+
+class SchedulerLink(Protocol):
+    """A connected scheduler, as the router uses it. Calls return at once; order is kept."""
+
+    @property
+    def name(self) -> str:
+        """Its address; stable."""
+        ...
+
+    def submit(self, completion: Completion) -> None:
+        """Send a completion to its worker, under its handle and epoch."""
+        ...
+
+    def cancel(self, handle: int, reason: CancelReason) -> None:
+        """End what was sent under the handle."""
+        ...

@@ -1,0 +1,315 @@
+"""Every live request of this process: letting it in, ending it, cleaning up after it.
+
+Everything here runs on the event loop without awaiting, so each call sees and leaves a whole
+state. Where its completions are is the Dispatcher's; text is not touched here, see `stream`.
+"""
+
+import asyncio
+import contextlib
+import time
+from collections import OrderedDict
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass
+
+from headrace.service.errors import ServiceError, aborted
+from router import outcomes
+from router.core.admission import Ask, Limits, QueueLoad, Reject, decide
+from router.core.deadlines import Deadlines
+from router.core.global_queue import GlobalQueue
+from router.core.placement import Pool
+from router.dispatcher import Dispatcher
+from router.request import (
+    Completion,
+    Finish,
+    FinishReason,
+    Int32Array,
+    Request,
+    Spec,
+    Timeline,
+)
+from router.status_log import StatusLog
+from router.text.completion import CompletionText
+from router.text.stop_strings import StopScanner, StopStrings
+from router.text.tokenizer import TextTokenizer
+
+_MAX_REMEMBERED = 20_000
+
+
+@dataclass(slots=True, eq=False)
+class Reservation:
+    """A request id in use; request is None while its prompt is being read."""
+
+    request_id: str
+    request: Request | None = None
+    is_aborted: bool = False
+
+
+class Router:
+    """Owns the requests; one per process."""
+
+    def __init__(
+        self,
+        pool: Pool,
+        queue: GlobalQueue[Completion],
+        limits: Limits,
+        status: StatusLog,
+        *,
+        clock: Callable[[], float] = time.monotonic,
+        wall_clock: Callable[[], float] = time.time,
+    ) -> None:
+        """clock is monotonic, wall_clock since the epoch; both in seconds."""
+        self.dispatcher = Dispatcher(pool, queue, status, clock=clock, wall_clock=wall_clock)
+        self.dispatcher.owner = self
+        self.is_draining = False
+        self._limits = limits
+        self._status = status
+        self._clock = clock
+        self._wall_clock = wall_clock
+        self._reservations: dict[str, Reservation] = {}
+        self._requests: dict[int, Request] = {}
+        self._deadlines = Deadlines()
+        self._owner_by_ended_id: OrderedDict[str, str] = OrderedDict()
+        self._num_preparing = 0
+        self._last_key = 0
+        self._idle = asyncio.Event()
+        self._idle.set()
+        self._deadline_added = asyncio.Event()
+
+    @property
+    def pool(self) -> Pool:
+        return self.dispatcher.pool
+
+    @property
+    def num_queued(self) -> int:
+        return len(self.dispatcher.queue)
+
+    @property
+    def num_in_flight(self) -> int:
+        return self.dispatcher.num_in_flight
+
+    @property
+    def num_live(self) -> int:
+        """Requests whose caller is still being answered."""
+        return len(self._reservations)
+
+    @property
+    def is_durable(self) -> bool:
+        return self._status.is_durable
+
+    def now(self) -> float:
+        """Seconds on the monotonic clock."""
+        return self._clock()
+
+    def scheduler_of(self, request_id: str) -> str | None:
+        """The scheduler that has, or last had, the request; None if it never reached one."""
+        reservation = self._reservations.get(request_id)
+        if reservation is not None:
+            return _scheduler_of(reservation.request) or None
+        return self._owner_by_ended_id.get(request_id) or None
+
+    @contextlib.contextmanager
+    def reserve(self, request_id: str) -> Iterator[Reservation]:
+        """Hold a request id for as long as its caller is answered, and clean up after it."""
+        if self.is_draining:
+            raise outcomes.draining()
+        if request_id in self._reservations:
+            raise outcomes.duplicate(request_id)
+        reservation = Reservation(request_id)
+        self._reservations[request_id] = reservation
+        self._idle.clear()
+        self._num_preparing += 1
+        try:
+            yield reservation
+        finally:
+            del self._reservations[request_id]
+            if reservation.request is None:
+                self._num_preparing -= 1
+            else:
+                self._close(reservation.request)
+            if not self._reservations:
+                self._idle.set()
+
+    def submit(
+        self,
+        reservation: Reservation,
+        spec: Spec,
+        prompt_token_ids: Int32Array,
+        prompt_text: str,
+        tokenizer: TextTokenizer,
+    ) -> Request:
+        """Let a request in, or raise the ServiceError that says why not.
+
+        prompt_text is what an echo shows. The deadline in spec is on the wall clock.
+        """
+        now, wall_now = self._clock(), self._wall_clock()
+        if reservation.is_aborted:
+            raise aborted("ABORTED", f"{spec.request_id} was aborted before it was queued")
+        deadline = None
+        if spec.deadline_unix_s is not None:
+            deadline = now + (spec.deadline_unix_s - wall_now)
+        max_tokens = self._admit(spec, len(prompt_token_ids), deadline, now)
+        request = Request(
+            spec=spec,
+            prompt_token_ids=prompt_token_ids,
+            prompt_text=prompt_text,
+            max_tokens=max_tokens,
+            arrived_unix_s=wall_now,
+            timeline=Timeline(arrived=now),
+            number=self._next_key(),
+            deadline=deadline,
+        )
+        self._num_preparing -= 1
+        reservation.request = request
+        self._requests[request.number] = request
+        if deadline is not None:
+            self._deadlines.add(request.number, deadline)
+            self._deadline_added.set()
+        automaton = StopStrings(spec.stop) if spec.stop else None
+        for index in range(spec.n):
+            text = _completion_text(request, tokenizer, automaton)
+            completion = Completion(request, index, self._next_key(), text)
+            request.completions.append(completion)
+            self.dispatcher.enqueue(completion)
+        self.dispatcher.pump()
+        return request
+
+    def abort(self, request_id: str) -> bool | None:
+        """End a request for its caller; False: it had ended, None: it is not known here."""
+        reservation = self._reservations.get(request_id)
+        if reservation is None:
+            return False if request_id in self._owner_by_ended_id else None
+        if reservation.request is None:
+            reservation.is_aborted = True
+            return True
+        if reservation.request.is_finished:
+            return False
+        self._end_all(reservation.request, Finish(FinishReason.ABORTED))
+        self.dispatcher.pump()
+        return True
+
+    def abort_all(self) -> None:
+        """End every live request."""
+        for request_id in list(self._reservations):
+            self.abort(request_id)
+
+    def stop_found(self, completion: Completion, stop: str, num_tokens: int) -> None:
+        """The stream found a stop string; only the first num_tokens tokens count."""
+        del completion.token_ids[num_tokens:]
+        finish = Finish(FinishReason.STOP, stop=stop)
+        if completion.finish is None:
+            self._end(completion, finish)
+            self.dispatcher.pump()
+        completion.finish = finish
+
+    def expire(self) -> float | None:
+        """End what is late; returns seconds until the next deadline, None if there is none."""
+        now = self._clock()
+        due = self._deadlines.pop_due(now)
+        for number in due:
+            self._end_all(self._requests[number], Finish(FinishReason.DEADLINE))
+        if due:
+            self.dispatcher.pump()
+        following = self._deadlines.next()
+        return None if following is None else max(0.0, following - now)
+
+    async def run_deadlines(self) -> None:
+        """End requests when their deadlines pass, until cancelled."""
+        while True:
+            self._deadline_added.clear()
+            wait_s = self.expire()
+            with contextlib.suppress(TimeoutError):
+                await asyncio.wait_for(self._deadline_added.wait(), wait_s)
+
+    async def wait_idle(self) -> None:
+        """Return once no caller is being answered."""
+        await self._idle.wait()
+
+    def completion_ended(self, completion: Completion, finish: Finish) -> None:
+        """Its scheduler ended it."""
+        self._finish(completion, finish)
+        if finish.reason is FinishReason.ERROR:
+            self._fail(completion.request, outcomes.failed(finish.message))
+
+    def completion_failed(self, completion: Completion, error: ServiceError) -> None:
+        """No scheduler takes it."""
+        self._fail(completion.request, error)
+
+    def _admit(self, spec: Spec, num_prompt_tokens: int, deadline: float | None, now: float) -> int:
+        """The request's max_tokens, or the error that says why it is not let in."""
+        ask = Ask(
+            num_prompt_tokens=num_prompt_tokens,
+            max_tokens=spec.max_tokens,
+            num_completions=spec.n,
+            deadline=deadline,
+        )
+        queue = self.dispatcher.queue
+        # Prompts still being read hold a place each; this one is among them.
+        load = QueueLoad(len(queue) + self._num_preparing - 1, queue.num_tokens)
+        verdict = decide(ask, self.pool.capacities(spec.model, now), load, self._limits, now)
+        if isinstance(verdict, Reject):
+            error = outcomes.rejected(verdict, spec)
+            self._status.rejected(spec, num_prompt_tokens, error.message)
+            raise error
+        return verdict.max_tokens
+
+    def _end(self, completion: Completion, finish: Finish) -> None:
+        self.dispatcher.withdraw(completion, finish)
+        self._finish(completion, finish)
+
+    def _end_all(self, request: Request, finish: Finish) -> None:
+        for completion in request.completions:
+            if completion.finish is None:
+                self._end(completion, finish)
+
+    def _finish(self, completion: Completion, finish: Finish) -> None:
+        request = completion.request
+        completion.finish = finish
+        if request.is_finished:
+            request.timeline.ended = self._clock()
+            self._deadlines.discard(request.number)
+        request.wake()
+
+    def _fail(self, request: Request, error: ServiceError) -> None:
+        """One completion's failure is its request's: n are served all or none."""
+        request.error = request.error or error
+        self._end_all(request, Finish(FinishReason.ERROR, message=error.message))
+
+    def _close(self, request: Request) -> None:
+        """Its caller is answered, or gone."""
+        if not request.is_finished:
+            is_late = request.deadline is not None and request.deadline <= self._clock()
+            reason = FinishReason.DEADLINE if is_late else FinishReason.ABORTED
+            self._end_all(request, Finish(reason))
+            self.dispatcher.pump()
+        self._deadlines.discard(request.number)
+        del self._requests[request.number]
+        self._owner_by_ended_id[request.spec.request_id] = _scheduler_of(request)
+        if len(self._owner_by_ended_id) > _MAX_REMEMBERED:
+            self._owner_by_ended_id.popitem(last=False)
+
+    def _next_key(self) -> int:
+        self._last_key += 1
+        return self._last_key
+
+
+def _scheduler_of(request: Request | None) -> str:
+    """The scheduler that last had a completion of it; "" if none did."""
+    links = [c.link for c in request.completions if c.link is not None] if request else []
+    return links[0].name if links else ""
+
+
+def _completion_text(
+    request: Request, tokenizer: TextTokenizer, automaton: StopStrings | None
+) -> CompletionText:
+    spec = request.spec
+    scanner = None
+    if automaton is not None:
+        scanner = StopScanner(automaton, includes_stop=spec.include_stop_str_in_output)
+    # Only the prompt's end matters to what follows it.
+    prompt_end = request.prompt_token_ids[-64:].tolist()
+    return CompletionText(
+        tokenizer.detokenizer(prompt_end, keep_special_tokens=spec.keep_special_tokens),
+        scanner,
+        min_tokens=spec.min_tokens,
+        has_offsets=spec.has_logprobs,
+    )

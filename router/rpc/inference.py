@@ -1,0 +1,206 @@
+"""The Inference service: each call checked, handed to the Router, and answered.
+
+Generate writes to its client from its own task; everything that the request holds is given back
+when that task ends, however it ends.
+"""
+
+import time
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import grpc
+import grpc.aio
+
+from headrace.service.errors import ServiceError, invalid, not_found, unimplemented
+from headrace.status.store import StatusStore
+from headrace.v1 import common_pb2, inference_pb2, inference_pb2_grpc
+from router.prompts import PromptReader
+from router.request import Request
+from router.router import Router
+from router.rpc import wire
+from router.rpc.scheduler_client import SchedulerClient
+from router.rpc.status_reply import read_status
+from router.stream import figures, replies
+from router.text.tokenizer import ModelText
+
+FULL_NAME = "headrace.v1.Inference"
+
+_MAX_ABORTS = 1000
+
+
+@dataclass(frozen=True, slots=True)
+class Services:
+    """What the servicer works with; all owned by the process's main function."""
+
+    router: Router
+    models: Mapping[str, ModelText]
+    prompts: PromptReader
+    schedulers: Sequence[SchedulerClient]
+    status: StatusStore
+    max_prompt_bytes: int
+
+
+class InferenceServicer:
+    """headrace.v1.Inference. gRPC gives each method its request and the call's context."""
+
+    def __init__(self, services: Services) -> None:
+        self._services = services
+        self._router = services.router
+
+    def add_to(self, server: grpc.aio.Server) -> None:
+        """Serve it there."""
+        inference_pb2_grpc.add_InferenceServicer_to_server(self, server)  # type: ignore[arg-type]
+
+    async def Generate(self, request: inference_pb2.GenerateRequest, context: Any) -> None:
+        """Stream a completion; the call's end, for whatever reason, is the request's."""
+        services = self._services
+        model_name = wire.choose_model(request.model, services.models)
+        request_id = request.request_id or wire.new_request_id()
+        wire.check_request_id(request_id)
+        with self._router.reserve(request_id) as reservation:
+            model = services.models[model_name]
+            bounds = wire.Bounds(self._vocab_size(model_name), services.max_prompt_bytes)
+            spec = wire.to_spec(
+                request,
+                bounds,
+                request_id=request_id,
+                model=model_name,
+                deadline_unix_s=_call_deadline(context),
+                traceparent=_metadata(context).get("traceparent", ""),
+            )
+            prompt = wire.to_prompt(request, bounds)
+            token_ids, text = await services.prompts.read(
+                model,
+                prompt,
+                echo=spec.echo,
+                keep_special_tokens=spec.keep_special_tokens,
+            )
+            live = self._router.submit(reservation, spec, token_ids, text, model.tokenizer)
+            await self._answer(live, context)
+
+    async def _answer(self, live: Request, context: Any) -> None:
+        request_id = live.spec.request_id
+        stream = replies(live, self._router)
+        try:
+            async for reply in stream:
+                if reply.usage is not None:
+                    context.set_trailing_metadata(_trailing_metadata(live, self._router))
+                await context.write(wire.to_response(request_id, reply))
+        finally:
+            await stream.aclose()
+
+    async def Resume(self, request: inference_pb2.ResumeRequest, _context: Any) -> None:
+        """Not served yet."""
+        wire.check_request_id(request.request_id)
+        raise unimplemented("RESUME", "Resume is not served yet; send the request again")
+
+    async def Abort(
+        self, request: inference_pb2.AbortRequest, _context: Any
+    ) -> inference_pb2.AbortResponse:
+        """End requests of this router."""
+        if not 1 <= len(request.request_ids) <= _MAX_ABORTS:
+            raise invalid("request_ids", f"must be 1 to {_MAX_ABORTS} ids")
+        for position, request_id in enumerate(request.request_ids):
+            wire.check_request_id(request_id, f"request_ids[{position}]")
+        response = inference_pb2.AbortResponse()
+        for request_id in request.request_ids:
+            result = _ABORT_RESULT[self._router.abort(request_id)]
+            response.outcomes.add(request_id=request_id, result=result)
+        return response
+
+    async def GetStatus(
+        self, request: inference_pb2.GetStatusRequest, _context: Any
+    ) -> inference_pb2.GetStatusResponse:
+        """A request's record in the status store."""
+        request_id = wire.check_request_id(request.request_id)
+        status = self._services.status
+        if not status.is_configured:
+            raise unimplemented(
+                "NO_STATUS_STORE", "this router keeps no status; start it with --store-url"
+            )
+        return await read_status(status, request_id)
+
+    async def Explain(
+        self, request: inference_pb2.ExplainRequest, _context: Any
+    ) -> inference_pb2.ExplainResponse:
+        """The account of the scheduler that has, or had, the request."""
+        request_id = wire.check_request_id(request.request_id)
+        owner = self._router.scheduler_of(request_id)
+        found = [s for s in self._services.schedulers if owner is None or s.name == owner]
+        # Of several completions, the first stands for all.
+        for name in (request_id, f"{request_id}#0"):
+            for scheduler in found:
+                try:
+                    return await scheduler.explain(name)
+                except ServiceError as error:
+                    if error.code is not grpc.StatusCode.NOT_FOUND:
+                        raise
+        raise not_found("UNKNOWN_REQUEST", f"request_id: no scheduler knows {request_id!r}")
+
+    async def ListModels(
+        self, _request: inference_pb2.ListModelsRequest, _context: Any
+    ) -> inference_pb2.ListModelsResponse:
+        """Models of this router that at least one worker serves."""
+        response = inference_pb2.ListModelsResponse()
+        now = self._router.now()
+        for name in sorted(self._services.models):
+            workers = self._router.pool.ready(name, now)
+            if workers:
+                response.models.add(
+                    name=name,
+                    max_model_len=max(worker.max_model_len for worker in workers),
+                    vocab_size=max(worker.vocab_size for worker in workers),
+                    num_ready_workers=len(workers),
+                )
+        return response
+
+    async def GetPool(
+        self, _request: inference_pb2.GetPoolRequest, _context: Any
+    ) -> inference_pb2.GetPoolResponse:
+        """The workers as their schedulers last reported them."""
+        workers: list[common_pb2.Worker] = []
+        for scheduler in self._services.schedulers:
+            workers.extend(scheduler.workers)
+        return inference_pb2.GetPoolResponse(
+            workers=sorted(workers, key=lambda worker: worker.worker_id),
+            num_queued=self._router.num_queued,
+            num_in_flight=self._router.num_in_flight,
+        )
+
+    def _vocab_size(self, model_name: str) -> int:
+        """As the workers say; until one does, the tokenizer's."""
+        ready = self._router.pool.ready(model_name, self._router.now())
+        if not ready:
+            return self._services.models[model_name].tokenizer.vocab_size
+        return min(worker.vocab_size for worker in ready)
+
+
+_ABORT_RESULT = {
+    True: inference_pb2.AbortOutcome.RESULT_ABORTED,
+    False: inference_pb2.AbortOutcome.RESULT_ALREADY_FINISHED,
+    None: inference_pb2.AbortOutcome.RESULT_NOT_FOUND,
+}
+
+
+def _call_deadline(context: Any) -> float | None:
+    """The call's own deadline, seconds since the epoch."""
+    remaining_s = context.time_remaining()
+    return None if remaining_s is None else time.time() + float(remaining_s)
+
+
+def _metadata(context: Any) -> dict[str, str]:
+    return {k: v for k, v in context.invocation_metadata() or () if isinstance(v, str)}
+
+
+def _trailing_metadata(live: Request, router: Router) -> tuple[tuple[str, str], ...]:
+    """Where the time went; seconds."""
+    cost = figures(live, router)
+    return (
+        ("x-headrace-queue-s", f"{cost.queue_s:.6f}"),
+        ("x-headrace-prefill-s", f"{cost.prefill_s:.6f}"),
+        ("x-headrace-decode-s", f"{cost.decode_s:.6f}"),
+        ("x-headrace-cached-tokens", str(cost.cached_tokens)),
+        ("x-headrace-preemptions", str(cost.num_preemptions)),
+        ("x-headrace-durable", "true" if cost.is_durable else "false"),
+    )

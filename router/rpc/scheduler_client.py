@@ -1,0 +1,166 @@
+"""One connection to one scheduler, kept up for as long as the router lives.
+
+While connected, one Connect stream carries every request and WatchPool tells of the workers.
+When either breaks, both end, the router takes its requests back, and we connect again.
+Submissions and cancellations never wait: what is said while a message is being written goes into
+the next one.
+"""
+
+import asyncio
+import logging
+import random
+from typing import Any
+
+import grpc.aio
+
+from headrace.service.errors import ServiceError, from_rpc_error
+from headrace.v1 import common_pb2, inference_pb2, scheduler_pb2, scheduler_pb2_grpc
+from router.request import CancelReason, Completion
+from router.router import Router
+from router.rpc import scheduler_wire
+
+logger = logging.getLogger(__name__)
+
+_FIRST_BACKOFF_S = 0.1
+_MAX_BACKOFF_S = 5.0
+
+
+class SchedulerClient:
+    """A scheduler's link; `run` does the work, the rest says what to send."""
+
+    def __init__(
+        self, name: str, channel: grpc.aio.Channel, router: Router, *, router_id: str
+    ) -> None:
+        """name is its address. The channel stays the caller's to close."""
+        self._name = name
+        self._stub: Any = scheduler_pb2_grpc.SchedulerStub(channel)
+        self._router = router
+        self._router_id = router_id
+        self._submissions: list[scheduler_pb2.Submission] = []
+        self._cancellations: list[scheduler_pb2.Cancellation] = []
+        self._has_mail = asyncio.Event()
+        self._is_up = False
+        self.workers: list[common_pb2.Worker] = []
+
+    @property
+    def name(self) -> str:
+        """Its address."""
+        return self._name
+
+    def submit(self, completion: Completion) -> None:
+        """Send a completion to its worker."""
+        self._submissions.append(scheduler_wire.to_submission(completion))
+        self._has_mail.set()
+
+    def cancel(self, handle: int, reason: CancelReason) -> None:
+        """End what was sent under the handle."""
+        self._cancellations.append(scheduler_wire.to_cancellation(handle, reason))
+        self._has_mail.set()
+
+    async def explain(self, request_id: str) -> inference_pb2.ExplainResponse:
+        """Its account of a request; ServiceError as it gives it."""
+        try:
+            response: inference_pb2.ExplainResponse = await self._stub.Explain(
+                inference_pb2.ExplainRequest(request_id=request_id), timeout=10.0
+            )
+        except grpc.aio.AioRpcError as error:
+            raise from_rpc_error(error) from error
+        return response
+
+    async def run(self) -> None:
+        """Stay connected until cancelled."""
+        backoff_s = _FIRST_BACKOFF_S
+        while True:
+            was_up = await self._serve_connection()
+            backoff_s = _FIRST_BACKOFF_S if was_up else min(_MAX_BACKOFF_S, 2 * backoff_s)
+            # Many routers must not come back to a restarted scheduler in step.
+            await asyncio.sleep(backoff_s * random.uniform(0.5, 1.0))  # noqa: S311
+
+    async def _serve_connection(self) -> bool:
+        """One connection from beginning to end; whether it ever worked."""
+        call = self._stub.Connect()
+        watch = self._stub.WatchPool(scheduler_pb2.WatchPoolRequest())
+        # Not a TaskGroup: one that fails while it is cancelled forgets that it was cancelled, and
+        # we would connect again in a router that is shutting down.
+        tasks = [
+            asyncio.create_task(self._read(call)),
+            asyncio.create_task(self._write(call)),
+            asyncio.create_task(self._watch(watch)),
+        ]
+        try:
+            done, _ = await asyncio.wait(tasks, return_when=asyncio.FIRST_COMPLETED)
+            ended = next(iter(done))
+            self._log_loss(None if ended.cancelled() else ended.exception())
+        finally:
+            # Leaving a stream unread does not end it.
+            call.cancel()
+            watch.cancel()
+            for task in tasks:
+                task.cancel()
+            await asyncio.gather(*tasks, return_exceptions=True)
+            was_up = self._is_up
+            self._forget_connection()
+        return was_up
+
+    def _forget_connection(self) -> None:
+        if self._is_up:
+            self._router.dispatcher.lost(self)
+        self._is_up = False
+        self.workers = []
+        # What was not sent is taken back with the rest, and sent again elsewhere.
+        self._submissions.clear()
+        self._cancellations.clear()
+        self._has_mail.clear()
+
+    def _log_loss(self, error: BaseException | None) -> None:
+        name = self._name
+        match error:
+            case ServiceError():
+                logger.error("scheduler %s speaks wrongly: %s", name, error.message)
+            case grpc.aio.AioRpcError():
+                level = logging.WARNING if self._is_up else logging.INFO
+                logger.log(level, "scheduler %s is not reachable: %s", name, error.details())
+            case None | _StreamEndedError() | asyncio.InvalidStateError():
+                logger.warning("scheduler %s ended the connection", name)
+            case _:
+                # A bug costs this connection, not the router.
+                logger.error("the connection to scheduler %s failed", name, exc_info=error)
+
+    async def _read(self, call: Any) -> None:
+        dispatcher = self._router.dispatcher
+        async for message in call:
+            if message.HasField("step_update"):
+                dispatcher.on_step(scheduler_wire.to_news(message.step_update))
+            for refusal in message.refusals:
+                dispatcher.on_refusal(scheduler_wire.to_refusal(refusal))
+        raise _StreamEndedError
+
+    async def _write(self, call: Any) -> None:
+        hello = scheduler_pb2.Hello(router_id=self._router_id)
+        await call.write(scheduler_pb2.RouterMessage(hello=hello))
+        while True:
+            await self._has_mail.wait()
+            self._has_mail.clear()
+            message = scheduler_pb2.RouterMessage(
+                submissions=self._submissions, cancellations=self._cancellations
+            )
+            self._submissions, self._cancellations = [], []
+            await call.write(message)
+
+    async def _watch(self, watch: Any) -> None:
+        async for snapshot in watch:
+            if not self._is_up:
+                self._is_up = True
+                logger.info("scheduler %s is connected", self._name)
+                self._router.dispatcher.connected(self)
+            self.workers = list(snapshot.workers)
+            self._router.dispatcher.on_report(
+                self.name,
+                [scheduler_wire.to_report(worker) for worker in snapshot.workers],
+                is_draining=snapshot.draining,
+            )
+        raise _StreamEndedError
+
+
+class _StreamEndedError(Exception):
+    """The scheduler closed a stream that it should keep open."""

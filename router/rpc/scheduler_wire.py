@@ -1,0 +1,127 @@
+"""What goes to a scheduler and what comes back, between proto and the router's own types."""
+
+from array import array
+
+from headrace.service.columns import pack_int32, unpack_int32, unpack_uint32
+from headrace.service.errors import invalid
+from headrace.v1 import common_pb2, scheduler_pb2
+from router.core.placement import WorkerReport, WorkerState
+from router.request import (
+    Admission,
+    CancelReason,
+    Completion,
+    Ended,
+    Finish,
+    FinishReason,
+    Logprobs,
+    Refusal,
+    StepNews,
+)
+
+_WORKER_STATE = {
+    common_pb2.WORKER_STATE_STARTING: WorkerState.STARTING,
+    common_pb2.WORKER_STATE_READY: WorkerState.READY,
+    common_pb2.WORKER_STATE_DRAINING: WorkerState.DRAINING,
+}
+
+_CANCEL_REASON = {
+    CancelReason.ABORTED: scheduler_pb2.CANCEL_REASON_ABORTED,
+    CancelReason.STOP_STRING: scheduler_pb2.CANCEL_REASON_STOP_STRING,
+    CancelReason.DEADLINE: scheduler_pb2.CANCEL_REASON_DEADLINE,
+}
+
+_FINISH_REASON = {
+    common_pb2.FINISH_REASON_STOP: FinishReason.STOP,
+    common_pb2.FINISH_REASON_LENGTH: FinishReason.LENGTH,
+    common_pb2.FINISH_REASON_ABORTED: FinishReason.ABORTED,
+    common_pb2.FINISH_REASON_DEADLINE: FinishReason.DEADLINE,
+    common_pb2.FINISH_REASON_REPETITION: FinishReason.REPETITION,
+}
+
+
+def to_submission(completion: Completion) -> scheduler_pb2.Submission:
+    """A completion, with the tokens it has already; its text and stop strings stay here."""
+    request = completion.request
+    spec = request.spec
+    assert isinstance(spec.sampling, common_pb2.SamplingParams), "the wire's own parameters"
+    submission = scheduler_pb2.Submission(
+        handle=completion.handle,
+        request_id=completion.request_id,
+        epoch=completion.epoch,
+        worker_id=completion.worker.worker_id if completion.worker else "",
+        model=spec.model,
+        prompt_token_ids=pack_int32(request.prompt_token_ids),
+        generated_token_ids=completion.token_ids.tobytes(),
+        sampling=spec.sampling,
+        priority=spec.priority,
+        arrival_time_unix_s=request.arrived_unix_s,
+        deadline_unix_s=spec.deadline_unix_s or 0.0,
+        cache_salt=spec.cache_salt,
+        tenant=spec.tenant,
+        traceparent=spec.traceparent,
+    )
+    submission.sampling.seed = completion.seed
+    submission.sampling.max_tokens = request.max_tokens
+    submission.sampling.n = 1
+    del submission.sampling.stop[:]
+    return submission
+
+
+def to_cancellation(handle: int, reason: CancelReason) -> scheduler_pb2.Cancellation:
+    """The end of what was sent under the handle."""
+    return scheduler_pb2.Cancellation(handle=handle, reason=_CANCEL_REASON[reason])
+
+
+def to_news(update: scheduler_pb2.StepUpdate) -> StepNews:
+    """One step's columns; ServiceError names a column that is not one."""
+    handles = unpack_uint32(update.handles, "step_update.handles").tolist()
+    num_new_tokens = unpack_int32(update.num_new_tokens, "step_update.num_new_tokens").tolist()
+    token_ids = array("i")
+    token_ids.frombytes(unpack_int32(update.token_ids, "step_update.token_ids").tobytes())
+    if len(handles) != len(num_new_tokens):
+        raise invalid("step_update.num_new_tokens", f"must have {len(handles)} entries")
+    if sum(num_new_tokens) != len(token_ids):
+        raise invalid("step_update.token_ids", f"must have {sum(num_new_tokens)} entries")
+    return StepNews(
+        handles=handles,
+        num_new_tokens=num_new_tokens,
+        token_ids=token_ids,
+        ended=[_ended(finished) for finished in update.finished],
+        admissions=[
+            Admission(a.handle, a.num_cached_tokens, a.time_unix_s) for a in update.admitted
+        ],
+        logprobs=[
+            Logprobs(entry.handle, list(entry.tokens), list(entry.prompt_tokens))
+            for entry in update.logprobs
+        ],
+    )
+
+
+def _ended(finished: scheduler_pb2.Finished) -> Ended:
+    reason = _FINISH_REASON.get(finished.reason, FinishReason.ERROR)
+    stop_token_id = finished.stop_token_id if finished.HasField("stop_token_id") else None
+    finish = Finish(reason, stop_token_id=stop_token_id, message=finished.message)
+    return Ended(finished.handle, finish, finished.num_preemptions)
+
+
+def to_refusal(refusal: scheduler_pb2.Refusal) -> Refusal:
+    """A completion that was not taken."""
+    return Refusal(refusal.handle, refusal.reason, refusal.message)
+
+
+def to_report(worker: common_pb2.Worker) -> WorkerReport:
+    """A worker as placement sees it."""
+    return WorkerReport(
+        worker_id=worker.worker_id,
+        incarnation=worker.incarnation,
+        model=worker.model,
+        state=_WORKER_STATE.get(worker.state, WorkerState.LOST),
+        max_model_len=worker.max_model_len,
+        block_size=worker.block_size,
+        num_kv_blocks=worker.num_kv_blocks,
+        max_num_seqs=worker.max_num_seqs,
+        vocab_size=worker.vocab_size,
+        num_free_kv_blocks=worker.num_free_kv_blocks,
+        num_running=worker.num_running,
+        num_waiting=worker.num_waiting,
+    )

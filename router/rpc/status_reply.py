@@ -1,0 +1,51 @@
+"""GetStatus from the store: a request's record, or the sum of its completions' records."""
+
+from google.protobuf.timestamp_pb2 import Timestamp
+
+from headrace.service.errors import not_found
+from headrace.status.records import Record
+from headrace.status.store import StatusStore
+from headrace.v1 import inference_pb2
+
+_MAX_COMPLETIONS = 16
+
+
+async def read_status(store: StatusStore, request_id: str) -> inference_pb2.GetStatusResponse:
+    """Where a request stands; NOT_FOUND when the store has nothing of it."""
+    record = await store.get(request_id)
+    if record is not None:
+        return _response(request_id, [record])
+    # Several completions have a record each and none together.
+    records: list[Record] = []
+    for index in range(_MAX_COMPLETIONS):
+        record = await store.get(f"{request_id}#{index}")
+        if record is None:
+            break
+        records.append(record)
+    if not records:
+        raise not_found("UNKNOWN_REQUEST", f"request_id: there is no record of {request_id!r}")
+    return _response(request_id, records)
+
+
+def _response(request_id: str, records: list[Record]) -> inference_pb2.GetStatusResponse:
+    """It lives for as long as one of its completions does."""
+    living = [record for record in records if not record.state.is_final]
+    shown = living[0] if living else max(records, key=lambda record: record.update_time_unix_s)
+    return inference_pb2.GetStatusResponse(
+        request_id=request_id,
+        state=shown.state.value,
+        epoch=max(record.epoch for record in records),
+        tenant=shown.tenant,
+        model=shown.model,
+        create_time=_timestamp(records[0].create_time_unix_s),
+        update_time=_timestamp(max(record.update_time_unix_s for record in records)),
+        prompt_tokens=shown.prompt_tokens,
+        completion_tokens=sum(record.completion_tokens for record in records),
+        detail=shown.detail,
+    )
+
+
+def _timestamp(unix_s: float) -> Timestamp:
+    stamp = Timestamp()
+    stamp.FromNanoseconds(int(unix_s * 1e9))
+    return stamp

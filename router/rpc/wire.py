@@ -1,0 +1,301 @@
+"""GenerateRequest to what the router works with, checked field by field, and replies back.
+
+Everything that comes from outside is validated here and nowhere else. An error names the field
+as the proto does and says what it must be.
+"""
+
+import math
+import re
+import secrets
+from collections.abc import Collection, Sequence
+from dataclasses import dataclass
+from typing import NoReturn
+
+import numpy as np
+from grpc import StatusCode
+
+from headrace.service.errors import ServiceError, invalid, unimplemented
+from headrace.v1 import common_pb2, inference_pb2
+from router.prompts import ChatPrompt, Prompt, TextPrompt, TokenPrompt
+from router.request import FinishReason, Int32Array, Spec
+from router.stream import Delta, Reply
+
+_REQUEST_ID = re.compile(r"[A-Za-z0-9._:-]{1,128}")
+_MAX_TENANT_CHARS = 64
+_MAX_SALT_BYTES = 128
+_MAX_MESSAGES = 10_000
+_MAX_STOP = 16
+_MAX_STOP_BYTES = 256
+_MAX_STOP_TOKEN_IDS = 64
+_MAX_LOGIT_BIAS = 1024
+_MAX_BIAS = 100.0
+_MAX_PENALTY = 2.0
+_MAX_N = 16
+_MAX_LOGPROBS = 20
+
+_FINISH_REASON = {
+    FinishReason.STOP: common_pb2.FINISH_REASON_STOP,
+    FinishReason.LENGTH: common_pb2.FINISH_REASON_LENGTH,
+    FinishReason.ABORTED: common_pb2.FINISH_REASON_ABORTED,
+    FinishReason.ERROR: common_pb2.FINISH_REASON_ERROR,
+    FinishReason.DEADLINE: common_pb2.FINISH_REASON_DEADLINE,
+    FinishReason.REPETITION: common_pb2.FINISH_REASON_REPETITION,
+}
+
+_SERVED_FORMATS = (
+    inference_pb2.ResponseFormat.TYPE_UNSPECIFIED,
+    inference_pb2.ResponseFormat.TYPE_TEXT,
+)
+
+
+@dataclass(frozen=True, slots=True)
+class Bounds:
+    """What a request is checked against: token ids are in [0, vocab_size)."""
+
+    vocab_size: int
+    max_prompt_bytes: int
+
+
+def choose_model(name: str, models: Collection[str]) -> str:
+    """The model meant by a request; empty is fine where there is only one."""
+    if name in models:
+        return name
+    served = ", ".join(sorted(models)) or "none"
+    if not name and len(models) == 1:
+        return next(iter(models))
+    if not name:
+        raise invalid("model", f"must be given, as several are served: {served}")
+    raise ServiceError(
+        StatusCode.NOT_FOUND,
+        "UNKNOWN_MODEL",
+        f"model: {name!r} is not served here; served: {served}",
+        field="model",
+    )
+
+
+def check_request_id(request_id: str, field: str = "request_id") -> str:
+    """The id, if it is one."""
+    if not _REQUEST_ID.fullmatch(request_id):
+        raise invalid(field, "must be 1 to 128 characters of A-Z a-z 0-9 . _ : -")
+    return request_id
+
+
+def new_request_id() -> str:
+    """An id for a request that came without one."""
+    return secrets.token_hex(16)
+
+
+def to_spec(
+    request: inference_pb2.GenerateRequest,
+    bounds: Bounds,
+    *,
+    request_id: str,
+    model: str,
+    deadline_unix_s: float | None,
+    traceparent: str,
+) -> Spec:
+    """All but the prompt; deadline_unix_s is the call's own, and the earlier one wins."""
+    sampling = request.sampling
+    check_sampling(sampling, bounds.vocab_size)
+    if len(request.tenant) > _MAX_TENANT_CHARS:
+        raise invalid("tenant", f"must have at most {_MAX_TENANT_CHARS} characters")
+    if len(request.cache_salt.encode()) > _MAX_SALT_BYTES:
+        raise invalid("cache_salt", f"must have at most {_MAX_SALT_BYTES} bytes")
+    if request.response_format.type not in _SERVED_FORMATS:
+        raise unimplemented(
+            "RESPONSE_FORMAT", "response_format.type: only TYPE_TEXT is served; leave it out"
+        )
+    deadlines = [d for d in (deadline_unix_s, _deadline(request)) if d is not None]
+    deadline = min(deadlines, default=None)
+    return Spec(
+        request_id=request_id,
+        model=model,
+        sampling=sampling,
+        n=sampling.n if sampling.HasField("n") else 1,
+        seed=sampling.seed if sampling.HasField("seed") else secrets.randbits(63),
+        prompt_field=_PROMPT_FIELD.get(request.WhichOneof("prompt") or "", "prompt"),
+        max_tokens=sampling.max_tokens if sampling.HasField("max_tokens") else None,
+        min_tokens=sampling.min_tokens,
+        stop=tuple(sampling.stop),
+        has_logprobs=sampling.HasField("logprobs"),
+        has_prompt_logprobs=sampling.HasField("prompt_logprobs"),
+        include_stop_str_in_output=request.include_stop_str_in_output,
+        echo=request.echo,
+        keep_special_tokens=request.keep_special_tokens,
+        priority=request.priority,
+        tenant=request.tenant,
+        cache_salt=request.cache_salt,
+        deadline_unix_s=deadline,
+        is_calls_deadline=deadline is not None and deadline == deadline_unix_s,
+        traceparent=traceparent,
+    )
+
+
+_PROMPT_FIELD = {"text": "text", "token_ids": "token_ids.ids", "chat": "chat.messages"}
+
+
+def _deadline(request: inference_pb2.GenerateRequest) -> float | None:
+    if not request.HasField("deadline"):
+        return None
+    stamp = request.deadline
+    if not 0 <= stamp.nanos < 1_000_000_000 or not 0 <= stamp.seconds < 253_402_300_800:
+        raise invalid("deadline", "must be a time between 1970 and 9999")
+    return float(stamp.seconds) + stamp.nanos / 1e9
+
+
+def to_prompt(request: inference_pb2.GenerateRequest, bounds: Bounds) -> Prompt:
+    """The prompt in whichever form it came."""
+    match request.WhichOneof("prompt"):
+        case "text":
+            if not request.text:
+                raise invalid("text", "must not be empty")
+            _check_size("text", len(request.text.encode()), bounds)
+            return TextPrompt(request.text)
+        case "token_ids":
+            return TokenPrompt(_token_ids(request.token_ids.ids, bounds))
+        case "chat":
+            return _chat(request.chat, bounds)
+        case _:
+            raise invalid("prompt", "must be given: one of text, token_ids, chat")
+
+
+def _token_ids(ids: Sequence[int], bounds: Bounds) -> Int32Array:
+    if not ids:
+        raise invalid("token_ids.ids", "must not be empty")
+    _check_size("token_ids.ids", 4 * len(ids), bounds)
+    values = np.array(ids, dtype=np.uint32)
+    if int(values.max()) >= bounds.vocab_size:
+        position = int(np.argmax(values >= bounds.vocab_size))
+        raise invalid(
+            f"token_ids.ids[{position}]",
+            f"is {values[position]}, the vocabulary ends at {bounds.vocab_size - 1}",
+        )
+    return values.astype(np.int32)
+
+
+def _chat(chat: inference_pb2.ChatMessages, bounds: Bounds) -> ChatPrompt:
+    if not chat.messages:
+        raise invalid("chat.messages", "must have at least one message")
+    if len(chat.messages) > _MAX_MESSAGES:
+        raise invalid("chat.messages", f"must be at most {_MAX_MESSAGES}")
+    for position, message in enumerate(chat.messages):
+        if not message.role:
+            raise invalid(f"chat.messages[{position}].role", "must not be empty, e.g. user")
+    size = sum(len(message.content.encode()) for message in chat.messages)
+    _check_size("chat.messages", size, bounds)
+    return ChatPrompt(
+        [{"role": message.role, "content": message.content} for message in chat.messages],
+        chat.add_generation_prompt if chat.HasField("add_generation_prompt") else True,
+    )
+
+
+def _check_size(field: str, num_bytes: int, bounds: Bounds) -> None:
+    if num_bytes > bounds.max_prompt_bytes:
+        raise invalid(
+            field, f"has {num_bytes} bytes, at most {bounds.max_prompt_bytes} are taken; shorten it"
+        )
+
+
+def check_sampling(sampling: common_pb2.SamplingParams, vocab_size: int) -> None:
+    """Raise the first fault found."""
+    _check_numbers(sampling)
+    _check_lengths(sampling)
+    _check_stop(sampling, vocab_size)
+    _check_logit_bias(sampling, vocab_size)
+
+
+def _check_numbers(sampling: common_pb2.SamplingParams) -> None:
+    if sampling.HasField("temperature") and not 0 <= sampling.temperature < math.inf:
+        _refuse("temperature", "must be a finite number of at least 0", sampling.temperature)
+    if sampling.HasField("top_p") and not 0 < sampling.top_p <= 1:
+        _refuse("top_p", "must be above 0 and at most 1", sampling.top_p)
+    if not 0 <= sampling.min_p <= 1:
+        _refuse("min_p", "must be between 0 and 1", sampling.min_p)
+    if sampling.HasField("repetition_penalty") and not 0 < sampling.repetition_penalty < math.inf:
+        _refuse(
+            "repetition_penalty", "must be a finite number above 0", sampling.repetition_penalty
+        )
+    for name in ("presence_penalty", "frequency_penalty"):
+        value = getattr(sampling, name)
+        if not -_MAX_PENALTY <= value <= _MAX_PENALTY:
+            _refuse(name, "must be between -2 and 2", value)
+
+
+def _check_lengths(sampling: common_pb2.SamplingParams) -> None:
+    if sampling.HasField("max_tokens"):
+        if sampling.max_tokens < 1:
+            _refuse("max_tokens", "must be at least 1; leave it out for all that fits", 0)
+        if sampling.min_tokens > sampling.max_tokens:
+            _refuse("min_tokens", "must not be above max_tokens", sampling.min_tokens)
+    if sampling.HasField("n") and not 1 <= sampling.n <= _MAX_N:
+        _refuse("n", f"must be between 1 and {_MAX_N}", sampling.n)
+    for name in ("logprobs", "prompt_logprobs"):
+        value = getattr(sampling, name)
+        if value > _MAX_LOGPROBS:
+            _refuse(name, f"must be at most {_MAX_LOGPROBS}", value)
+
+
+def _check_stop(sampling: common_pb2.SamplingParams, vocab_size: int) -> None:
+    if len(sampling.stop) > _MAX_STOP:
+        _refuse("stop", f"must be at most {_MAX_STOP} strings", len(sampling.stop))
+    for position, stop in enumerate(sampling.stop):
+        num_bytes = len(stop.encode())
+        if not 1 <= num_bytes <= _MAX_STOP_BYTES:
+            _refuse(f"stop[{position}]", f"must have 1 to {_MAX_STOP_BYTES} bytes", num_bytes)
+    if len(sampling.stop_token_ids) > _MAX_STOP_TOKEN_IDS:
+        _refuse(
+            "stop_token_ids", f"must be at most {_MAX_STOP_TOKEN_IDS}", len(sampling.stop_token_ids)
+        )
+    for position, token_id in enumerate(sampling.stop_token_ids):
+        if token_id >= vocab_size:
+            _refuse(f"stop_token_ids[{position}]", f"must be below {vocab_size}", token_id)
+
+
+def _check_logit_bias(sampling: common_pb2.SamplingParams, vocab_size: int) -> None:
+    if len(sampling.logit_bias) > _MAX_LOGIT_BIAS:
+        _refuse(
+            "logit_bias", f"must have at most {_MAX_LOGIT_BIAS} entries", len(sampling.logit_bias)
+        )
+    for token_id, bias in sampling.logit_bias.items():
+        if token_id >= vocab_size:
+            _refuse(f"logit_bias[{token_id}]", f"token ids must be below {vocab_size}", token_id)
+        if not -_MAX_BIAS <= bias <= _MAX_BIAS:
+            _refuse(f"logit_bias[{token_id}]", "must be between -100 and 100", bias)
+
+
+def _refuse(name: str, must: str, value: float) -> NoReturn:
+    raise invalid(f"sampling.{name}", f"{must}, is {value:g}")
+
+
+def to_response(request_id: str, reply: Reply) -> inference_pb2.GenerateResponse:
+    """One message to the client."""
+    response = inference_pb2.GenerateResponse(request_id=request_id)
+    for delta in reply.deltas:
+        _fill(response.outputs.add(), delta)
+    if reply.usage is not None:
+        response.usage.prompt_tokens = reply.usage.prompt_tokens
+        response.usage.completion_tokens = reply.usage.completion_tokens
+        response.usage.cached_tokens = reply.usage.cached_tokens
+    if reply.prompt_logprobs:
+        response.prompt_logprobs.extend(reply.prompt_logprobs)  # type: ignore[arg-type]
+    return response
+
+
+def _fill(output: inference_pb2.OutputDelta, delta: Delta) -> None:
+    output.index = delta.index
+    output.text = delta.text
+    output.token_ids.extend(delta.token_ids)
+    output.first_token_position = delta.first_token_position
+    if delta.logprobs:
+        output.logprobs.extend(delta.logprobs)  # type: ignore[arg-type]
+    if delta.text_offsets:
+        output.text_offsets.extend(delta.text_offsets)
+    finish = delta.finish
+    if finish is None:
+        return
+    output.finish_reason = _FINISH_REASON[finish.reason]
+    if finish.reason is FinishReason.STOP:
+        if finish.stop is not None:
+            output.stop = finish.stop
+        elif finish.stop_token_id is not None:
+            output.stop_token_id = finish.stop_token_id

@@ -1,0 +1,86 @@
+"""What the router writes to the status store: QUEUED, DISPATCHED, and ends before a dispatch.
+
+Writing never waits: the store's own task sends records in batches. Scheduler and router write on
+their own connections; the epoch and the store's transition table put them in order.
+"""
+
+from collections.abc import Callable
+
+from headrace.status.records import Update
+from headrace.status.states import State
+from headrace.status.store import StatusStore
+from router.request import Completion, Finish, FinishReason, Spec
+
+_STATE_BY_REASON = {
+    FinishReason.DEADLINE: State.EXPIRED,
+    FinishReason.ERROR: State.ERROR,
+}
+
+
+class StatusLog:
+    """A router's part of each request's status. No call waits or fails."""
+
+    def __init__(
+        self, store: StatusStore, router_id: str, *, wall_clock: Callable[[], float]
+    ) -> None:
+        """wall_clock is seconds since the epoch. The store stays the caller's."""
+        self._store = store
+        self._router_id = router_id
+        self._wall_clock = wall_clock
+
+    @property
+    def is_durable(self) -> bool:
+        """Whether what was written lately has reached a store."""
+        return self._store.is_durable
+
+    def queued(self, completion: Completion) -> None:
+        """It waits here, for the first time or again."""
+        request = completion.request
+        self._record(
+            completion,
+            State.QUEUED,
+            create_time_unix_s=request.arrived_unix_s,
+            tenant=request.spec.tenant,
+            model=request.spec.model,
+            prompt_tokens=len(request.prompt_token_ids),
+            completion_tokens=len(completion.token_ids),
+        )
+
+    def dispatched(self, completion: Completion) -> None:
+        """It was sent to a scheduler."""
+        worker = completion.worker
+        self._record(completion, State.DISPATCHED, worker_id=worker.worker_id if worker else "")
+
+    def ended_waiting(self, completion: Completion, finish: Finish) -> None:
+        """It ended while it waited here."""
+        state = _STATE_BY_REASON.get(finish.reason, State.ABORTED)
+        self._record(completion, state, detail=finish.message or f"{finish.reason.name} in queue")
+
+    def rejected(self, spec: Spec, num_prompt_tokens: int, detail: str) -> None:
+        """It was never let in."""
+        now = self._wall_clock()
+        self._store.record(
+            Update(
+                request_id=spec.request_id,
+                state=State.REJECTED,
+                time_unix_s=now,
+                create_time_unix_s=now,
+                tenant=spec.tenant,
+                model=spec.model,
+                prompt_tokens=num_prompt_tokens,
+                detail=detail,
+                router_id=self._router_id,
+            )
+        )
+
+    def _record(self, completion: Completion, state: State, **values: object) -> None:
+        self._store.record(
+            Update(
+                request_id=completion.request_id,
+                state=state,
+                epoch=completion.epoch,
+                time_unix_s=self._wall_clock(),
+                router_id=self._router_id,
+                **values,  # type: ignore[arg-type]
+            )
+        )

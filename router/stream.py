@@ -1,0 +1,181 @@
+"""From what came in to what the client reads: deltas of text and tokens, built when it can read.
+
+The reader of a scheduler's stream only appends token ids. Text is made here, by the task that
+writes to the client, from everything that came since its last message: a client that reads
+slowly gets fewer and larger messages, and holds up nobody else.
+"""
+
+from collections.abc import AsyncGenerator, Sequence
+from dataclasses import dataclass
+
+from router import outcomes
+from router.request import Completion, Finish, FinishReason, Request
+from router.router import Router
+from router.text.completion import Advance
+
+
+@dataclass(frozen=True, slots=True)
+class Delta:
+    """News of one completion; logprobs are the wire's, one per token or none at all."""
+
+    index: int
+    text: str
+    token_ids: Sequence[int]
+    first_token_position: int
+    finish: Finish | None
+    logprobs: Sequence[object]
+    text_offsets: Sequence[int]
+
+
+@dataclass(frozen=True, slots=True)
+class Usage:
+    """Counts of a finished request."""
+
+    prompt_tokens: int
+    completion_tokens: int
+    cached_tokens: int
+
+
+@dataclass(frozen=True, slots=True)
+class Reply:
+    """One message to the client; usage is in the last."""
+
+    deltas: Sequence[Delta]
+    usage: Usage | None
+    prompt_logprobs: Sequence[object]
+
+
+@dataclass(frozen=True, slots=True)
+class Figures:
+    """What a request cost, for its trailing metadata; seconds."""
+
+    queue_s: float
+    prefill_s: float
+    decode_s: float
+    cached_tokens: int
+    num_preemptions: int
+    is_durable: bool
+
+
+async def replies(request: Request, router: Router) -> AsyncGenerator[Reply]:
+    """Every message of a request, the last with usage; raises what it failed with."""
+    open_completions = list(request.completions)
+    echo = request.prompt_text if request.spec.echo else ""
+    has_prompt_logprobs = request.spec.has_prompt_logprobs
+    while open_completions:
+        await request.news()
+        deltas = []
+        for completion in tuple(open_completions):
+            delta = _take(completion, router, echo)
+            if delta is not None:
+                deltas.append(delta)
+                if delta.finish is not None:
+                    open_completions.remove(completion)
+        if not deltas:
+            continue
+        if not open_completions and not request.num_completion_tokens:
+            _raise_if_nothing_came(request)
+        prompt_logprobs: Sequence[object] = ()
+        if has_prompt_logprobs and request.completions[0].prompt_logprobs:
+            prompt_logprobs = request.completions[0].prompt_logprobs
+            has_prompt_logprobs = False
+        usage = None if open_completions else _usage(request)
+        yield Reply(deltas, usage, prompt_logprobs)
+    if request.error is not None:
+        raise request.error
+    if request.spec.is_calls_deadline and _is_late(request):
+        # The caller's own timer is about to say the same.
+        raise outcomes.late(request.spec)
+
+
+def figures(request: Request, router: Router) -> Figures:
+    """Where a request's time went; what it did not reach took 0 s."""
+    timeline = request.timeline
+    ended = timeline.ended or router.now()
+    admitted = timeline.admitted or ended
+    first_token = timeline.first_token or ended
+    return Figures(
+        queue_s=max(0.0, admitted - timeline.arrived),
+        prefill_s=max(0.0, first_token - admitted),
+        decode_s=max(0.0, ended - first_token),
+        cached_tokens=_cached_tokens(request),
+        num_preemptions=request.num_preemptions,
+        is_durable=router.is_durable,
+    )
+
+
+def _take(completion: Completion, router: Router, echo: str) -> Delta | None:
+    """What came of a completion since the last time; None if nothing did."""
+    begin, finish = completion.num_streamed, completion.finish
+    token_ids = completion.token_ids[begin:]
+    if not token_ids and finish is None:
+        return None
+    advance = _advance(completion, token_ids, finish)
+    num_tokens = advance.num_tokens
+    if advance.stop is not None:
+        router.stop_found(completion, advance.stop, begin + num_tokens)
+        token_ids, finish = token_ids[:num_tokens], completion.finish
+    logprobs = completion.logprobs[:num_tokens]
+    del completion.logprobs[:num_tokens]
+    completion.num_streamed = begin + num_tokens
+    text, text_offsets = advance.text, advance.text_offsets
+    if echo:
+        text = text if completion.has_echoed else echo + text
+        completion.has_echoed = True
+        text_offsets = [offset + len(echo) for offset in text_offsets]
+    return Delta(completion.index, text, token_ids, begin, finish, logprobs, text_offsets)
+
+
+def _advance(completion: Completion, token_ids: Sequence[int], finish: Finish | None) -> Advance:
+    """Turn tokens to text; the last one of a finished completion may have none."""
+    text = completion.text
+    if finish is None:
+        return text.push(token_ids)
+    num_silent = 1 if token_ids and _ends_silently(completion, finish) else 0
+    shown = token_ids[: len(token_ids) - num_silent]
+    advance = text.push(shown)
+    if advance.stop is not None:
+        return advance
+    silent = text.push_silent(token_ids[len(shown) :])
+    rest = text.finish()
+    return Advance(
+        advance.text + rest.text,
+        len(token_ids),
+        rest.stop,
+        [*advance.text_offsets, *silent.text_offsets],
+    )
+
+
+def _ends_silently(completion: Completion, finish: Finish) -> bool:
+    """Whether the last token is the one that stopped it, which is left out of the text."""
+    if finish.reason is not FinishReason.STOP or finish.stop is not None:
+        return False
+    spec = completion.request.spec
+    if finish.stop_token_id is None:
+        return not spec.keep_special_tokens
+    return not spec.include_stop_str_in_output
+
+
+def _raise_if_nothing_came(request: Request) -> None:
+    """A request that failed or was late before it gave a token has an error and no output."""
+    if request.error is not None:
+        raise request.error
+    if _is_late(request):
+        raise outcomes.late(request.spec)
+
+
+def _is_late(request: Request) -> bool:
+    return all(
+        completion.finish is not None and completion.finish.reason is FinishReason.DEADLINE
+        for completion in request.completions
+    )
+
+
+def _usage(request: Request) -> Usage:
+    return Usage(
+        len(request.prompt_token_ids), request.num_completion_tokens, _cached_tokens(request)
+    )
+
+
+def _cached_tokens(request: Request) -> int:
+    return max(completion.num_cached_tokens for completion in request.completions)

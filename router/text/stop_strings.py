@@ -1,0 +1,102 @@
+"""Finds stop strings in text that comes in pieces, and lets nothing of them out.
+
+The rule, which does not depend on how the text is cut into pieces: reading character by
+character, the first stop string to be complete ends the text; of several complete at the same
+character, the longest. Text is released as soon as it can no longer be the beginning of any stop
+string. It is an Aho-Corasick automaton, so a character costs the same whatever the stop strings.
+"""
+
+from collections import deque
+from collections.abc import Sequence
+
+
+class StopStrings:
+    """The automaton of a set of stop strings; immutable, one per request.
+
+    State 0 is "nothing matched so far"; a state's depth is how many of the last characters may
+    be the beginning of a stop string.
+    """
+
+    __slots__ = ("depth", "fallback", "first_chars", "matched_len", "next_by_char", "stops")
+
+    def __init__(self, stops: Sequence[str]) -> None:
+        """stops are not empty strings."""
+        assert all(stops), "an empty stop string would match everywhere"
+        self.stops = tuple(stops)
+        self.first_chars = frozenset(stop[0] for stop in stops)
+        self.next_by_char: list[dict[str, int]] = [{}]
+        self.depth = [0]
+        self.matched_len = [0]  # length of the longest stop string that ends in this state
+        self.fallback = [0]
+        for stop in stops:
+            self._add(stop)
+        self._link()
+
+    def _add(self, stop: str) -> None:
+        state = 0
+        for char in stop:
+            following = self.next_by_char[state].get(char)
+            if following is None:
+                following = len(self.depth)
+                self.next_by_char[state][char] = following
+                self.next_by_char.append({})
+                self.depth.append(self.depth[state] + 1)
+                self.matched_len.append(0)
+                self.fallback.append(0)
+            state = following
+        self.matched_len[state] = len(stop)
+
+    def _link(self) -> None:
+        """Point each state to the one of its longest proper suffix, breadth first."""
+        pending = deque(self.next_by_char[0].values())
+        while pending:
+            state = pending.popleft()
+            for char, child in self.next_by_char[state].items():
+                self.fallback[child] = self.step(self.fallback[state], char)
+                pending.append(child)
+            if not self.matched_len[state]:
+                self.matched_len[state] = self.matched_len[self.fallback[state]]
+
+    def step(self, state: int, char: str) -> int:
+        """The state after one more character."""
+        while state and char not in self.next_by_char[state]:
+            state = self.fallback[state]
+        return self.next_by_char[state].get(char, 0)
+
+
+class StopScanner:
+    """Where one text stands; owns the characters it holds back."""
+
+    __slots__ = ("_automaton", "_held", "_includes_stop", "_state")
+
+    def __init__(self, automaton: StopStrings, *, includes_stop: bool = False) -> None:
+        """includes_stop keeps a matched stop string in the text."""
+        self._automaton = automaton
+        self._includes_stop = includes_stop
+        self._state = 0
+        self._held = ""
+
+    def push(self, text: str) -> tuple[str, str | None]:
+        """What may be shown now, and the stop string found; after one is found, push no more."""
+        automaton = self._automaton
+        state = self._state
+        if not state and not any(char in text for char in automaton.first_chars):
+            return text, None
+        for position, char in enumerate(text):
+            state = automaton.step(state, char)
+            length = automaton.matched_len[state]
+            if length:
+                seen = self._held + text[: position + 1]
+                begin = len(seen) - length
+                self._held, self._state = "", 0
+                return seen if self._includes_stop else seen[:begin], seen[begin:]
+        self._state = state
+        seen = self._held + text
+        shown = len(seen) - automaton.depth[state]
+        self._held = seen[shown:]
+        return seen[:shown], None
+
+    def finish(self) -> str:
+        """What was held back, now that no more text comes."""
+        held, self._held, self._state = self._held, "", 0
+        return held

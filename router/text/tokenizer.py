@@ -1,0 +1,146 @@
+"""A model's text side: its tokenizer and its chat template, from a folder or a GGUF file."""
+
+import json
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+from numpy.typing import NDArray
+from tokenizers import Tokenizer
+
+from router.text.chat import ChatTemplate
+from router.text.detokenizer import Detokenizer, compile_decoder
+from router.text.errors import ChatTemplateError, UnsupportedTokenizerError
+from router.text.gguf_metadata import GgufFormatError, read_gguf_metadata
+from router.text.gguf_tokenizer import build_gguf_tokenizer, gguf_special_tokens
+
+Int32Array = NDArray[np.int32]
+
+_SPECIAL_TOKEN_NAMES = (
+    "bos_token", "eos_token", "unk_token", "sep_token", "pad_token", "cls_token", "mask_token",
+)  # fmt: skip
+
+
+class TextTokenizer:
+    """Text to token ids and back; safe to use from several threads."""
+
+    def __init__(self, tokenizer: Tokenizer) -> None:
+        """Raises UnsupportedTokenizerError when text could not be given back exactly."""
+        tokenizer.no_padding()
+        tokenizer.no_truncation()
+        self._tokenizer = tokenizer
+        id_by_token = tokenizer.get_vocab(with_added_tokens=True)
+        self.vocab_size = max(id_by_token.values(), default=-1) + 1
+        tokens: list[str | None] = [None] * self.vocab_size
+        for token, token_id in id_by_token.items():
+            tokens[token_id] = token
+        added = tokenizer.get_added_tokens_decoder()
+        self.special_ids = frozenset(i for i, token in added.items() if token.special)
+        decoder = json.loads(tokenizer.to_str())["decoder"]
+        self._decoding = compile_decoder(decoder, tokens, self.special_ids)
+
+    def encode(self, text: str, *, add_special_tokens: bool) -> Int32Array:
+        """[num_tokens] ids. Names of special tokens in the text become those tokens.
+
+        Lets other threads run while it works.
+        """
+        encoding = self._tokenizer.encode(text, add_special_tokens=add_special_tokens)
+        return np.asarray(encoding.ids, dtype=np.int32)
+
+    def decode(self, token_ids: Sequence[int], *, keep_special_tokens: bool = False) -> str:
+        """The text of a whole sequence."""
+        stream = self.detokenizer((), keep_special_tokens=keep_special_tokens)
+        return stream.push(token_ids) + stream.finish()
+
+    def detokenizer(
+        self, prompt_token_ids: Sequence[int], *, keep_special_tokens: bool = False
+    ) -> Detokenizer:
+        """A stream that continues the prompt (only its end is looked at)."""
+        return self._decoding.start(prompt_token_ids, keep_special_tokens=keep_special_tokens)
+
+
+@dataclass(frozen=True, slots=True)
+class ModelText:
+    """What the router needs of a model."""
+
+    tokenizer: TextTokenizer
+    chat_template: ChatTemplate | None
+
+    def chat_prompt(
+        self, messages: Sequence[Mapping[str, str]], *, add_generation_prompt: bool
+    ) -> str:
+        """The prompt text of a conversation; ChatTemplateError when it cannot be made."""
+        if self.chat_template is None:
+            raise ChatTemplateError("this model has no chat template; send `text` instead")
+        return self.chat_template.render(messages, add_generation_prompt=add_generation_prompt)
+
+
+def load_model_text(path: Path) -> ModelText:
+    """The text side of a Hugging Face folder or a GGUF file.
+
+    Raises UnsupportedTokenizerError, or ChatTemplateError when the template is broken.
+    """
+    if path.is_dir():
+        return _load_folder(path)
+    try:
+        metadata = read_gguf_metadata(path)
+    except GgufFormatError as error:
+        raise UnsupportedTokenizerError(
+            f"{error}; give a folder with tokenizer.json, or a GGUF file"
+        ) from error
+    tokenizer = TextTokenizer(build_gguf_tokenizer(metadata))
+    source = metadata.get("tokenizer.chat_template")
+    template = ChatTemplate(source, gguf_special_tokens(metadata)) if source else None
+    return ModelText(tokenizer, template)
+
+
+def _load_folder(folder: Path) -> ModelText:
+    file = folder / "tokenizer.json"
+    if not file.is_file():
+        raise UnsupportedTokenizerError(
+            f"{folder} has no tokenizer.json; convert the tokenizer to the `tokenizers` format"
+        )
+    try:
+        tokenizer = Tokenizer.from_file(str(file))
+    except Exception as error:  # the library raises no narrower class
+        raise UnsupportedTokenizerError(f"{file} cannot be read: {error}") from error
+    config = _read_json(folder / "tokenizer_config.json")
+    special = _special_tokens(_read_json(folder / "special_tokens_map.json") | config)
+    source = _template_source(folder, config.get("chat_template"))
+    template = ChatTemplate(source, special) if source else None
+    return ModelText(TextTokenizer(tokenizer), template)
+
+
+def _read_json(file: Path) -> dict[str, Any]:
+    if not file.is_file():
+        return {}
+    try:
+        content = json.loads(file.read_text(encoding="utf-8"))
+    except ValueError as error:
+        raise UnsupportedTokenizerError(f"{file} is not JSON: {error}") from error
+    return content if isinstance(content, dict) else {}
+
+
+def _special_tokens(config: Mapping[str, Any]) -> dict[str, str]:
+    """Special tokens by name; each is written as a string or as an object with `content`."""
+    found: dict[str, str] = {}
+    for name in _SPECIAL_TOKEN_NAMES:
+        value = config.get(name)
+        if isinstance(value, dict):
+            value = value.get("content")
+        if isinstance(value, str):
+            found[name] = value
+    return found
+
+
+def _template_source(folder: Path, in_config: Any) -> str | None:
+    """chat_template.jinja wins; in the configuration it is a string, or several with names."""
+    file = folder / "chat_template.jinja"
+    if file.is_file():
+        return file.read_text(encoding="utf-8")
+    if isinstance(in_config, list):
+        by_name = {entry["name"]: entry["template"] for entry in in_config}
+        return by_name.get("default")
+    return in_config if isinstance(in_config, str) else None

@@ -1,0 +1,148 @@
+"""Owns the KV blocks of one worker: who references each, which are free, which contents they hold.
+
+It knows block ids and digests, not requests. Block 0 is the null block and is never given out. A
+block is always in exactly one place: referenced, or in the free list (where it may still be
+cached: found by its digest until it is given out again).
+"""
+
+from collections import OrderedDict
+from collections.abc import Iterable, Sequence
+
+
+class BlockPool:
+    """Free list in eviction order, reference counts, and the digest of each cached block."""
+
+    def __init__(self, num_blocks: int, *, enable_prefix_caching: bool) -> None:
+        self.num_usable = num_blocks - 1
+        self._is_caching = enable_prefix_caching
+        self._free: OrderedDict[int, None] = OrderedDict.fromkeys(range(1, num_blocks))
+        self._num_refs = [0] * num_blocks
+        self._digest_by_block: list[bytes | None] = [None] * num_blocks
+        # Most digests have one block; several are kept in the order of registration.
+        self._blocks_by_digest: dict[bytes, int | dict[int, None]] = {}
+
+    @property
+    def num_free(self) -> int:
+        """Blocks nobody references, cached ones included."""
+        return len(self._free)
+
+    @property
+    def free_blocks(self) -> Iterable[int]:
+        """Free block ids, next to be given out first."""
+        return self._free.keys()
+
+    @property
+    def num_cached(self) -> int:
+        """Blocks that can be found by a digest."""
+        return sum(digest is not None for digest in self._digest_by_block)
+
+    def num_refs(self, block_id: int) -> int:
+        """Requests that hold the block."""
+        return self._num_refs[block_id]
+
+    def digest(self, block_id: int) -> bytes | None:
+        """What the block is known to contain."""
+        return self._digest_by_block[block_id]
+
+    def take(self, count: int) -> list[int]:
+        """Give out the first `count` free blocks; what they had cached is forgotten (eviction)."""
+        pop, num_refs, digests = self._free.popitem, self._num_refs, self._digest_by_block
+        taken = []
+        for _ in range(count):
+            block_id = pop(last=False)[0]
+            if digests[block_id] is not None:
+                self._forget(block_id)
+            num_refs[block_id] = 1
+            taken.append(block_id)
+        return taken
+
+    def touch(self, block_ids: Iterable[int]) -> None:
+        """Reference cached blocks once more; free ones leave the free list."""
+        for block_id in block_ids:
+            if self._num_refs[block_id] == 0:
+                del self._free[block_id]
+            self._num_refs[block_id] += 1
+
+    def release(self, block_ids: Sequence[int]) -> None:
+        """Give back a request's blocks, in its table's order.
+
+        They are walked last to first: blocks without a digest go to the head of the free list (the
+        very last becomes the head), cached ones to its tail. So nothing cached is evicted before a
+        useless block, the least recently used goes first, and a prefix loses its end first.
+        """
+        free, num_refs, digests = self._free, self._num_refs, self._digest_by_block
+        useless: list[int] = []
+        for block_id in reversed(block_ids):
+            num_refs[block_id] -= 1
+            if num_refs[block_id]:
+                continue
+            if self._is_caching and digests[block_id] is None:
+                useless.append(block_id)
+            else:
+                free[block_id] = None
+        for block_id in reversed(useless):
+            free[block_id] = None
+            free.move_to_end(block_id, last=False)
+
+    def register(self, block_ids: Sequence[int], digests: Sequence[bytes]) -> None:
+        """Make referenced blocks findable by their contents."""
+        digest_by_block, blocks_by_digest = self._digest_by_block, self._blocks_by_digest
+        for block_id, digest in zip(block_ids, digests, strict=True):
+            digest_by_block[block_id] = digest
+            holders = blocks_by_digest.setdefault(digest, block_id)
+            if isinstance(holders, dict):
+                holders[block_id] = None
+            elif holders != block_id:
+                blocks_by_digest[digest] = {holders: None, block_id: None}
+
+    def find(self, digest: bytes) -> int | None:
+        """The block registered first among those that hold these contents."""
+        holders = self._blocks_by_digest.get(digest)
+        return next(iter(holders)) if isinstance(holders, dict) else holders
+
+    def find_prefix(self, digests: Iterable[bytes]) -> list[int]:
+        """Blocks of the longest cached run of digests."""
+        found: list[int] = []
+        blocks_by_digest = self._blocks_by_digest
+        for digest in digests:
+            holders = blocks_by_digest.get(digest)
+            if holders is None:
+                break
+            found.append(next(iter(holders)) if isinstance(holders, dict) else holders)
+        return found
+
+    def forget_all(self) -> None:
+        """Drop every cached content; the free list keeps its order."""
+        self._blocks_by_digest.clear()
+        self._digest_by_block = [None] * len(self._digest_by_block)
+
+    def _forget(self, block_id: int) -> None:
+        digest = self._digest_by_block[block_id]
+        assert digest is not None, f"block {block_id} has no digest"
+        self._digest_by_block[block_id] = None
+        holders = self._blocks_by_digest[digest]
+        if isinstance(holders, dict) and len(holders) > 1:
+            del holders[block_id]
+        else:
+            del self._blocks_by_digest[digest]
+
+    def check(self, holders: dict[int, int]) -> None:
+        """Assert that every block has exactly one owner.
+
+        Args:
+            holders: how many requests hold each block, by block id.
+        """
+        free = set(self._free)
+        assert 0 not in free | holders.keys(), "the null block was given out"
+        for block_id in range(1, self.num_usable + 1):
+            num_refs = self._num_refs[block_id]
+            expected = holders.get(block_id, 0)
+            assert num_refs == expected, f"block {block_id}: {num_refs} refs, {expected} holders"
+            assert (block_id in free) == (num_refs == 0), f"block {block_id} is held and free"
+        registered = {
+            block_id
+            for held in self._blocks_by_digest.values()
+            for block_id in (held if isinstance(held, dict) else (held,))
+        }
+        cached = {b for b, digest in enumerate(self._digest_by_block) if digest is not None}
+        assert registered == cached, f"cached and findable differ: {registered ^ cached}"

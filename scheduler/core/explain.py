@@ -1,0 +1,268 @@
+"""Remembers, for each request, what the scheduler did with it and why: its history.
+
+Only changes are written down (a wait's cause, an admission, a preemption, an end), so a request
+that decodes costs nothing per step. A history is bounded, and kept for a while after its request
+ended.
+"""
+
+from collections import OrderedDict, deque
+from dataclasses import dataclass
+from enum import Enum
+from typing import Any
+
+from scheduler.core.plan import PassedOver, RequestStatus, WaitReason
+
+MAX_FIRST_EVENTS = 16
+MAX_LAST_EVENTS = 48
+MAX_KEPT_HISTORIES = 4096
+
+
+class EventKind(Enum):
+    """What an entry of a timeline tells."""
+
+    ADDED = "ADDED"
+    WAITED = "WAITED"
+    ADMITTED = "ADMITTED"
+    SCHEDULED = "SCHEDULED"
+    PREEMPTED = "PREEMPTED"
+    FINISHED = "FINISHED"
+
+
+@dataclass(frozen=True, slots=True)
+class Event:
+    """One entry: the steps it covers, the time it began, a sentence, and tokens granted in it.
+
+    queue_position counts from 0; only waits have one.
+    """
+
+    first_step: int
+    last_step: int
+    kind: EventKind
+    time: float
+    detail: str
+    num_tokens: int = 0
+    queue_position: int | None = None
+
+
+@dataclass(frozen=True, slots=True)
+class Explanation:
+    """A request's timeline, oldest first, and its sums.
+
+    num_recomputed_tokens: computed tokens lost to preemptions. num_granted_tokens: tokens that
+    were computed for it, those in flight included, rejected drafts not. num_events_left_out:
+    entries dropped from the middle of a long timeline.
+    """
+
+    request_id: str
+    status: RequestStatus
+    events: tuple[Event, ...]
+    steps_waited_by_cause: dict[WaitReason, int]
+    num_granted_tokens: int
+    num_recomputed_tokens: int
+    num_cached_tokens: int
+    num_preemptions: int
+    queue_position: int | None
+    num_events_left_out: int
+
+
+# (kind, first step, last step, time, what render() makes a sentence of)
+_Entry = tuple[EventKind, int, int, float, tuple[Any, ...]]
+
+
+class History:
+    """What happened to one request so far; sentences are made when somebody asks."""
+
+    __slots__ = (
+        "_admitted",
+        "_first_entries",
+        "_last_entries",
+        "_num_entries",
+        "_steps_waited",
+        "_wait",
+        "_wait_reason",
+        "end",
+        "num_cached_tokens",
+        "num_chunks",
+        "num_granted_tokens",
+        "num_preemptions",
+        "num_recomputed_tokens",
+        "request_id",
+    )
+
+    def __init__(self, request_id: str, step: int, now: float, position: int) -> None:
+        self.request_id = request_id
+        self._first_entries: list[_Entry] = []
+        self._last_entries: deque[_Entry] = deque(maxlen=MAX_LAST_EVENTS)
+        self._num_entries = 0
+        self._steps_waited: dict[WaitReason, int] = {}
+        self.num_granted_tokens = 0
+        self.num_recomputed_tokens = 0
+        self.num_cached_tokens = 0
+        self.num_preemptions = 0
+        # Steps of its present admission that ended within its known tokens.
+        self.num_chunks = 0
+        # (last step, final status) once it ended.
+        self.end: tuple[int, RequestStatus] | None = None
+        # (step, time, tokens from the prefix cache) of the admission it runs under.
+        self._admitted: tuple[int, float, int] | None = None
+        # (first step, time, queue position, what was seen) of the wait it is in.
+        self._wait: tuple[int, float, int, PassedOver | None] | None = (step, now, position, None)
+        self._wait_reason = WaitReason.BEHIND_HEAD
+        self._add((EventKind.ADDED, step, step, now, (position,)))
+
+    def passed_over(self, fact: PassedOver, step: int, now: float) -> None:
+        """A step looked at it, which makes it a head of the queue, and did not admit it."""
+        if fact.reason is not self._wait_reason:
+            self._end_wait(step)
+            self._begin_wait(fact.reason, step, now, fact)
+
+    def admitted(self, step: int, now: float, num_cached_tokens: int, *, is_resumed: bool) -> None:
+        """It got a row and starts from cached tokens."""
+        self._end_wait(step)
+        if not is_resumed:
+            self.num_cached_tokens = num_cached_tokens
+        self._add((EventKind.ADMITTED, step, step, now, (num_cached_tokens, is_resumed)))
+        self._admitted = (step, now, num_cached_tokens)
+        self.num_chunks = 0
+
+    def preempted(
+        self, step: int, now: float, num_computed: int, trigger_id: str, num_needed: int
+    ) -> None:
+        """It lost its blocks."""
+        self._end_run(step, num_computed)
+        self.num_preemptions += 1
+        self.num_recomputed_tokens += num_computed
+        self._add((EventKind.PREEMPTED, step, step, now, (trigger_id, num_needed, num_computed)))
+        self._begin_wait(WaitReason.PREEMPTION, step, now, None)
+
+    def finished(self, step: int, now: float, num_computed: int, status: RequestStatus) -> None:
+        """It reached a final status."""
+        self._end_run(step, num_computed)
+        self._end_wait(step)
+        self._add((EventKind.FINISHED, step, step, now, (status.name,)))
+        self.end = (step, status)
+
+    def explain(
+        self, step: int, status: RequestStatus, num_computed: int, queue_position: int | None
+    ) -> Explanation:
+        """What happened up to a step, what is going on included."""
+        waited = dict(self._steps_waited)
+        entries = [*self._first_entries, *self._last_entries]
+        num_granted = self.num_granted_tokens
+        wait = self._wait_until(step)
+        if wait is not None:
+            entries.append(wait)
+            waited[self._wait_reason] = waited.get(self._wait_reason, 0) + step - wait[1]
+        run = self._run_until(step, num_computed)
+        if run is not None:
+            entries.append(run)
+            num_granted += run[4][0]
+        return Explanation(
+            request_id=self.request_id,
+            status=status,
+            events=tuple(map(_event, entries)),
+            steps_waited_by_cause=waited,
+            num_granted_tokens=num_granted,
+            num_recomputed_tokens=self.num_recomputed_tokens,
+            num_cached_tokens=self.num_cached_tokens,
+            num_preemptions=self.num_preemptions,
+            queue_position=queue_position,
+            num_events_left_out=(
+                self._num_entries - len(self._first_entries) - len(self._last_entries)
+            ),
+        )
+
+    def _add(self, entry: _Entry) -> None:
+        self._num_entries += 1
+        if len(self._first_entries) < MAX_FIRST_EVENTS:
+            self._first_entries.append(entry)
+        else:
+            self._last_entries.append(entry)
+
+    def _begin_wait(
+        self, reason: WaitReason, step: int, now: float, fact: PassedOver | None
+    ) -> None:
+        self._wait_reason = reason
+        self._wait = (step, now, 0, fact)
+
+    def _end_wait(self, step: int) -> None:
+        entry = self._wait_until(step)
+        if entry is not None:
+            reason = self._wait_reason
+            self._steps_waited[reason] = self._steps_waited.get(reason, 0) + step - entry[1]
+            self._add(entry)
+        self._wait = None
+
+    def _wait_until(self, step: int) -> _Entry | None:
+        if self._wait is None or step <= self._wait[0]:
+            return None
+        first, time, position, fact = self._wait
+        return (EventKind.WAITED, first, step - 1, time, (self._wait_reason, fact, position))
+
+    def _end_run(self, step: int, num_computed: int) -> None:
+        entry = self._run_until(step, num_computed)
+        if entry is not None:
+            self.num_granted_tokens += entry[4][0]
+            self._add(entry)
+        self._admitted = None
+
+    def _run_until(self, step: int, num_computed: int) -> _Entry | None:
+        if self._admitted is None:
+            return None
+        first, time, num_cached = self._admitted
+        facts = (max(num_computed - num_cached, 0), self.num_chunks)
+        return (EventKind.SCHEDULED, first, max(step - 1, first), time, facts)
+
+
+class Ledger:
+    """Histories of requests that ended a while ago; those of live ones are with the requests."""
+
+    def __init__(self, max_kept: int = MAX_KEPT_HISTORIES) -> None:
+        self._max_kept = max_kept
+        self._ended: OrderedDict[str, History] = OrderedDict()
+
+    def keep(self, history: History) -> None:
+        """Keep what happened to a request that ended; the oldest makes room."""
+        self._ended[history.request_id] = history
+        self._ended.move_to_end(history.request_id)
+        if len(self._ended) > self._max_kept:
+            self._ended.popitem(last=False)
+
+    def ended(self, request_id: str) -> Explanation | None:
+        """What happened to a request that ended."""
+        history = self._ended.get(request_id)
+        if history is None:
+            return None
+        assert history.end is not None, f"{request_id} is kept and has not ended"
+        step, status = history.end
+        return history.explain(step, status, 0, None)
+
+
+def _event(entry: _Entry) -> Event:
+    kind, first, last, time, facts = entry
+    num_tokens, position = 0, None
+    if kind is EventKind.ADDED:
+        detail = f"queued behind {facts[0]} others"
+    elif kind is EventKind.WAITED:
+        reason, fact, position = facts
+        detail = f"waited {_steps(last - first + 1)}: {reason.value}"
+        if fact is not None and fact.num_needed_blocks:
+            detail += f" ({fact.num_needed_blocks} needed, {fact.num_free_blocks} free)"
+    elif kind is EventKind.ADMITTED:
+        word = "resumed" if facts[1] else "admitted"
+        detail = f"{word} with {facts[0]} tokens from the prefix cache"
+    elif kind is EventKind.SCHEDULED:
+        num_tokens, num_chunks = facts
+        prefill = f", prefill in {num_chunks + 1} steps" if num_chunks else ""
+        detail = f"computed {num_tokens} tokens{prefill}"
+    elif kind is EventKind.PREEMPTED:
+        trigger_id, num_needed, num_lost = facts
+        cause = f"{trigger_id} needed {num_needed} KV blocks" if trigger_id else "cache reset"
+        detail = f"preempted: {cause}; {num_lost} computed tokens lost"
+    else:
+        detail = f"ended as {facts[0]}"
+    return Event(first, last, kind, time, detail, num_tokens, position)
+
+
+def _steps(count: int) -> str:
+    return "1 step" if count == 1 else f"{count} steps"

@@ -1,0 +1,144 @@
+"""Waiting requests in the order of the policy.
+
+There are two queues: `waiting`, and `skipped` for those that were passed over because they wait on
+something else (a grammar, output in flight) and hold nobody up.
+"""
+
+import heapq
+from collections import OrderedDict
+from collections.abc import Iterator
+from typing import Literal, Protocol
+
+from scheduler.core.request import Request
+
+
+class WaitingQueue(Protocol):
+    """A queue whose head is the next to be looked at."""
+
+    def push(self, request: Request) -> None:
+        """Add at its place for a new request."""
+
+    def push_front(self, request: Request) -> None:
+        """Add at its place for one that comes back."""
+
+    def head(self) -> Request:
+        """The next one; the queue is not empty."""
+
+    def pop(self) -> Request:
+        """Take the next one."""
+
+    def remove(self, request: Request) -> bool:
+        """Take this one out, if it is here."""
+
+    def __len__(self) -> int: ...
+
+    def __iter__(self) -> Iterator[Request]: ...
+
+
+class FcfsQueue:
+    """First come, first served; who comes back goes to the front."""
+
+    def __init__(self) -> None:
+        self._requests: OrderedDict[int, Request] = OrderedDict()
+
+    def push(self, request: Request) -> None:
+        self._requests[request.key] = request
+
+    def push_front(self, request: Request) -> None:
+        self._requests[request.key] = request
+        self._requests.move_to_end(request.key, last=False)
+
+    def head(self) -> Request:
+        return next(iter(self._requests.values()))
+
+    def pop(self) -> Request:
+        return self._requests.popitem(last=False)[1]
+
+    def remove(self, request: Request) -> bool:
+        return self._requests.pop(request.key, None) is not None
+
+    def __len__(self) -> int:
+        return len(self._requests)
+
+    def __iter__(self) -> Iterator[Request]:
+        return iter(self._requests.values())
+
+
+HeapEntry = tuple[tuple[int, float, str], int, Request]
+
+
+class PriorityQueue:
+    """Smallest (priority, arrival_time, request_id) first, wherever a request comes from."""
+
+    def __init__(self) -> None:
+        self._heap: list[HeapEntry] = []
+        # A removed request stays in the heap until it surfaces.
+        self._live: dict[int, HeapEntry] = {}
+
+    def push(self, request: Request) -> None:
+        entry = (request.order_key, request.key, request)
+        self._live[request.key] = entry
+        heapq.heappush(self._heap, entry)
+
+    push_front = push
+
+    def head(self) -> Request:
+        while self._live.get(self._heap[0][1]) is not self._heap[0]:
+            heapq.heappop(self._heap)
+        return self._heap[0][2]
+
+    def pop(self) -> Request:
+        request = self.head()
+        heapq.heappop(self._heap)
+        del self._live[request.key]
+        return request
+
+    def remove(self, request: Request) -> bool:
+        return self._live.pop(request.key, None) is not None
+
+    def __len__(self) -> int:
+        return len(self._live)
+
+    def __iter__(self) -> Iterator[Request]:
+        return (entry[2] for entry in sorted(self._live.values(), key=lambda entry: entry[:2]))
+
+
+class WaitingQueues:
+    """`waiting` and `skipped` of one policy."""
+
+    def __init__(self, policy: Literal["fcfs", "priority"]) -> None:
+        self._is_priority = policy == "priority"
+        make: type[FcfsQueue] | type[PriorityQueue] = (
+            PriorityQueue if self._is_priority else FcfsQueue
+        )
+        self.waiting: WaitingQueue = make()
+        self.skipped: WaitingQueue = make()
+
+    def __len__(self) -> int:
+        return len(self.waiting) + len(self.skipped)
+
+    def __iter__(self) -> Iterator[Request]:
+        yield from self.skipped
+        yield from self.waiting
+
+    def add(self, request: Request) -> None:
+        """Queue a new request."""
+        (self.skipped if request.is_blocked else self.waiting).push(request)
+
+    def next_queue(self) -> WaitingQueue:
+        """The queue whose head is to be looked at next; at least one is not empty."""
+        if not self.skipped:
+            return self.waiting
+        if not self._is_priority or not self.waiting:
+            return self.skipped
+        is_skipped_first = self.skipped.head().order_key < self.waiting.head().order_key
+        return self.skipped if is_skipped_first else self.waiting
+
+    def put_back(self, passed_over: list[Request]) -> None:
+        """Requests set aside in a step, in the order they were met, go before `skipped`."""
+        for request in reversed(passed_over):
+            self.skipped.push_front(request)
+
+    def remove(self, request: Request) -> None:
+        """Take a request out of whichever queue holds it."""
+        _ = self.waiting.remove(request) or self.skipped.remove(request)

@@ -1,0 +1,346 @@
+"""Writes down a run: what went into a core and what it decided, as records of the trace format.
+
+A Recorder stands in front of a SchedulerCore and has its methods. The records are plain data; where
+they go (a file, a comparison) is the owner's business.
+"""
+
+import zlib
+from collections.abc import Callable
+from enum import IntEnum
+from itertools import islice
+from typing import Any
+
+import numpy as np
+
+from scheduler.core.plan import (
+    FinishedRequest,
+    Int32Array,
+    NewRequest,
+    Pause,
+    RequestStatus,
+    ResetOutcome,
+    StepOutput,
+    StepPlan,
+    StepResult,
+)
+from scheduler.core.request import Request
+from scheduler.core.scheduler import SchedulerCore
+from scheduler.core.trace import Record, request_record
+
+NUM_FREE_HEAD = 4
+
+_FINISH_NAMES = {
+    RequestStatus.STOPPED: "stop",
+    RequestStatus.LENGTH_CAPPED: "length",
+    RequestStatus.REPETITION: "repetition",
+    RequestStatus.ERROR: "error",
+}
+_STATUS_LETTERS = {
+    RequestStatus.WAITING: "W",
+    RequestStatus.WAITING_FOR_GRAMMAR: "B",
+    RequestStatus.WAITING_FOR_REMOTE_KV: "B",
+    RequestStatus.RUNNING: "R",
+    RequestStatus.PREEMPTED: "P",
+}
+
+
+class _Phase(IntEnum):
+    """The order of events within a step record."""
+
+    NONE = 0
+    CONTROL = 1
+    ADD = 2
+    READY = 3
+    ABORT = 4
+    SCHEDULE = 5
+    ABORT_MID = 6
+    UPDATE = 7
+    DRAFTS = 8
+
+
+_ONCE = frozenset({_Phase.SCHEDULE, _Phase.UPDATE, _Phase.DRAFTS})
+
+
+class Recorder:
+    """A SchedulerCore that writes down what happens to it.
+
+    Args:
+        core: what it drives; nobody else may.
+        emit: takes each step's record when the step is over.
+        max_crc_blocks: free lists longer than this are not digested into each record.
+    """
+
+    def __init__(
+        self, core: SchedulerCore, emit: Callable[[Record], None], *, max_crc_blocks: int = 1 << 30
+    ) -> None:
+        self.core = core
+        self._emit = emit
+        self._max_crc_blocks = max_crc_blocks
+        self._step: Record = {}
+        self._phase = _Phase.NONE
+        self._num_steps = 0
+        self._name_by_key: dict[int, str] = {}
+        self._names: set[str] = set()
+        self._new_requests: Record = {}
+        self._flights: dict[int, tuple[int, dict[int, str]]] = {}
+        self._finished: list[str] = []
+        self._first_cached: dict[str, int] = {}
+
+    # What follows has the signatures of SchedulerCore.
+
+    @property
+    def num_running(self) -> int:
+        """As SchedulerCore's."""
+        return self.core.num_running
+
+    @property
+    def num_waiting(self) -> int:
+        """As SchedulerCore's."""
+        return self.core.num_waiting
+
+    @property
+    def num_free_blocks(self) -> int:
+        """As SchedulerCore's."""
+        return self.core.num_free_blocks
+
+    @property
+    def has_unfinished(self) -> bool:
+        """As SchedulerCore's."""
+        return self.core.has_unfinished
+
+    def refusal(self, num_prompt_tokens: int, max_tokens: int) -> str | None:
+        """As SchedulerCore.refusal."""
+        return self.core.refusal(num_prompt_tokens, max_tokens)
+
+    def check_invariants(self) -> None:
+        """As SchedulerCore.check_invariants."""
+        self.core.check_invariants()
+
+    def add_request(self, request: NewRequest, now: float) -> None:
+        """As SchedulerCore.add_request."""
+        self._enter(_Phase.ADD)
+        name = request.request_id
+        if name in self._names:
+            name = f"{name}~{request.key}"
+        self._names.add(name)
+        self._name_by_key[request.key] = name
+        self._step.setdefault("add", []).append(name)
+        self._step.setdefault("requests", {})[name] = request_record(request, self._num_steps)
+        self.core.add_request(request, now)
+
+    def mark_ready(self, request_id: str) -> None:
+        """As SchedulerCore.mark_ready."""
+        self._enter(_Phase.READY)
+        self._step.setdefault("ready", []).append(request_id)
+        self.core.mark_ready(request_id)
+
+    def abort(
+        self, key: int, status: RequestStatus = RequestStatus.ABORTED
+    ) -> FinishedRequest | None:
+        """As SchedulerCore.abort."""
+        is_mid = self._phase in {_Phase.SCHEDULE, _Phase.ABORT_MID}
+        self._enter(_Phase.ABORT_MID if is_mid else _Phase.ABORT)
+        finished = self.core.abort(key, status)
+        if finished is not None:
+            name = self._name_by_key[key]
+            self._step.setdefault("abort_mid" if is_mid else "abort", []).append(name)
+            self._note_finished((finished,))
+        return finished
+
+    def set_pause(self, pause: Pause) -> None:
+        """As SchedulerCore.set_pause."""
+        self._enter(_Phase.CONTROL)
+        self._step.setdefault("ctl", []).append(["pause", pause.value])
+        self.core.set_pause(pause)
+
+    def reset_prefix_cache(self, *, reset_running: bool) -> ResetOutcome:
+        """As SchedulerCore.reset_prefix_cache."""
+        self._enter(_Phase.CONTROL)
+        outcome = self.core.reset_prefix_cache(reset_running=reset_running)
+        names = [self._name_by_key[key] for key in outcome.preempted_keys]
+        self._step.setdefault("ctl", []).append(
+            ["reset_prefix_cache", reset_running, outcome.is_reset, names]
+        )
+        return outcome
+
+    def schedule(self, now: float, *, throttle_prefills: bool = False) -> StepPlan:
+        """As SchedulerCore.schedule."""
+        self._enter(_Phase.SCHEDULE)
+        if throttle_prefills:
+            self._step["throttle"] = True
+        if now:
+            self._step["now"] = now
+        plan = self.core.schedule(now, throttle_prefills=throttle_prefills)
+        self._note_finished(plan.expired)
+        self._step["sched"] = self._plan_record(plan)
+        return plan
+
+    def update(self, result: StepResult, now: float) -> StepOutput:
+        """As SchedulerCore.update."""
+        self._enter(_Phase.UPDATE)
+        number, name_by_row = self._flights.pop(result.step_id)
+        names = list(name_by_row.values())
+        sampled = _split(names, result.num_sampled_tokens, result.token_ids)
+        output = self.core.update(result, now)
+        record: Record = {
+            "of": number,
+            "sampled": {name: tokens for name, tokens in sampled.items() if tokens},
+            "out": self._output_record(output),
+        }
+        self._step["update"] = record
+        stats = self.core.take_prefix_cache_stats()
+        counts = [getattr(stats, field) for field in stats.__slots__]
+        if any(counts):
+            record["pc"] = counts
+        if result.failed_rows:
+            record["failed"] = [name_by_row[row] for row in result.failed_rows]
+        if len(result.num_draft_tokens):
+            self._step["drafts"] = _split(names, result.num_draft_tokens, result.draft_token_ids)
+            self._phase = _Phase.DRAFTS
+        self._note_finished(output.finished)
+        return output
+
+    def update_drafts(
+        self, keys: list[int], num_drafts: Int32Array, draft_token_ids: Int32Array
+    ) -> None:
+        """As SchedulerCore.update_drafts."""
+        self._enter(_Phase.DRAFTS)
+        names = [self._name_by_key[key] for key in keys]
+        self._step["drafts"] = _split(names, num_drafts, draft_token_ids)
+        self.core.update_drafts(keys, num_drafts, draft_token_ids)
+
+    def end_step(self) -> None:
+        """Close the step's record: the next event belongs to a new one."""
+        if self._phase is _Phase.NONE:
+            return
+        self._step["state"] = state_record(
+            self.core, self._name_by_key, max_crc_blocks=self._max_crc_blocks
+        )
+        step = {"i": self._num_steps, **self._step}
+        self._num_steps += 1
+        self._step = {}
+        self._phase = _Phase.NONE
+        self._emit(step)
+
+    def _enter(self, phase: _Phase) -> None:
+        if phase < self._phase or (phase == self._phase and phase in _ONCE):
+            self.end_step()
+        self._phase = phase
+
+    def _note_finished(self, finished: tuple[FinishedRequest, ...]) -> None:
+        self._finished += [self._name_by_key[one.key] for one in finished]
+
+    def _plan_record(self, plan: StepPlan) -> Record:
+        requests = self.core.state.table.requests
+        names = []
+        for row in plan.rows.tolist():
+            request = requests[row]
+            assert request is not None, f"row {row} is scheduled and free"
+            names.append(self._name_by_key[request.key])
+        name_by_row = dict(zip(plan.rows.tolist(), names, strict=True))
+        self._flights[plan.step_id] = (self._num_steps, name_by_row)
+        admitted = {self._name_by_key[a.key]: a for a in plan.admissions}
+        for name, admission in admitted.items():
+            self._first_cached.setdefault(name, admission.num_cached_tokens)
+        record: Record = {
+            "tokens": dict(zip(names, plan.num_scheduled_tokens.tolist(), strict=True)),
+            "new": [name for name, a in admitted.items() if not a.is_resumed],
+            "resumed": [name for name, a in admitted.items() if a.is_resumed],
+        }
+        if plan.preempted_keys:
+            victims = plan.facts.victims
+            record["preempted"] = [self._name_by_key[victim.key] for victim in victims]
+            record["preempt_info"] = [
+                [self._name_by_key[v.key], v.trigger_id, int(v.was_scheduled)] for v in victims
+            ]
+        if self._finished:
+            record["finished_ids"] = sorted(self._finished)
+            self._finished = []
+        record["computed"] = dict(zip(names, plan.num_computed_tokens.tolist(), strict=True))
+        if admitted:
+            record["hit"] = {name: a.num_cached_tokens for name, a in admitted.items()}
+        if len(plan.num_draft_tokens):
+            spec = _split(names, plan.num_draft_tokens, plan.draft_token_ids)
+            record["spec"] = {name: drafts for name, drafts in spec.items() if drafts}
+        blocks: dict[str, list[int]] = {}
+        appended = zip(
+            plan.appended_block_rows.tolist(), plan.appended_block_ids.tolist(), strict=True
+        )
+        for row, block_id in appended:
+            blocks.setdefault(name_by_row[row], []).append(block_id)
+        if blocks:
+            record["blocks"] = blocks
+        common_prefix = self.core.state.kv.num_common_prefix_blocks()
+        if common_prefix:
+            record["common_prefix"] = common_prefix
+        record["free"] = self.core.num_free_blocks
+        return record
+
+    def _output_record(self, output: StepOutput) -> list[Record]:
+        ends = {one.key: one for one in output.finished}
+        records = []
+        tokens = _split(output.keys.tolist(), output.num_new_tokens, output.token_ids)
+        for key in dict.fromkeys([*tokens, *ends]):
+            name = self._name_by_key[key]
+            record: Record = {"id": name, "tokens": tokens.get(key, [])}
+            end = ends.get(key)
+            if end is not None:
+                record["finish"] = _FINISH_NAMES[end.status]
+                if end.stop_token_id is not None:
+                    record["stop_reason"] = end.stop_token_id
+                elif end.status is RequestStatus.REPETITION:
+                    record["stop_reason"] = "repetition_detected"
+            if name in self._first_cached:
+                cached = self._first_cached[name]
+                if cached >= 0:
+                    record["cached"] = cached
+                    self._first_cached[name] = -1
+            records.append(record)
+        return records
+
+
+def state_record(
+    core: SchedulerCore, name_by_key: dict[int, str], *, max_crc_blocks: int
+) -> Record:
+    """The state after a step in the trace format."""
+    state = core.state
+    pool, table, queues = state.kv.pool, state.table, state.queues
+    record: Record = {"free": pool.num_free}
+    if pool.num_free <= max_crc_blocks:
+        record["free_crc"] = zlib.crc32(",".join(map(str, pool.free_blocks)).encode())
+    record["free_head"] = list(islice(pool.free_blocks, NUM_FREE_HEAD))
+    running = [table.request(row) for row in table.running_rows.tolist()]
+    record["running"] = [name_by_key[request.key] for request in running]
+    record["waiting"] = [name_by_key[request.key] for request in queues.waiting]
+    if queues.skipped:
+        record["skipped"] = [name_by_key[request.key] for request in queues.skipped]
+    record["reqs"] = {
+        name_by_key[request.key]: _request_state(core, request) for request in (*running, *queues)
+    }
+    return record
+
+
+def _request_state(core: SchedulerCore, request: Request) -> list[str | int]:
+    table, row = core.state.table, request.row
+    is_running = row >= 0
+    fields: list[str | int] = [
+        _STATUS_LETTERS[request.status],
+        table.num_computed.item(row) if is_running else 0,
+        table.num_tokens.item(row) if is_running else len(request.token_ids),
+        table.num_blocks.item(row) if is_running else 0,
+        request.num_preemptions,
+        table.num_placeholders.item(row) if is_running else 0,
+        request.num_stale_tokens,
+    ]
+    while len(fields) > 4 and fields[-1] == 0:
+        fields.pop()
+    return fields
+
+
+def _split(names: list[Any], counts: Int32Array, token_ids: Int32Array) -> dict[Any, list[int]]:
+    ends = np.cumsum(counts).tolist()
+    tokens = token_ids.tolist()
+    return {
+        name: tokens[end - count : end]
+        for name, count, end in zip(names, counts.tolist(), ends, strict=True)
+    }

@@ -1,0 +1,172 @@
+"""Runs a recorded trace again through today's core and finds the first difference.
+
+Pure: a trace is a decoded JSON object, as the reference's recordings and `--record` hold it. Only
+inputs are taken from it (requests, aborts, sampled tokens, drafts); every decision is made anew.
+"""
+
+from collections import Counter
+from collections.abc import Iterator
+from dataclasses import dataclass
+from typing import Any
+
+import numpy as np
+
+from scheduler.core.plan import (
+    Int32Array,
+    Pause,
+    StepPlan,
+    StepResult,
+)
+from scheduler.core.recording import Recorder
+from scheduler.core.scheduler import SchedulerCore
+from scheduler.core.trace import Record, trace_config, trace_request
+
+# Compared in this order, which is that of the decisions.
+_SCHED_FIELDS = (
+    "tokens", "computed", "new", "resumed", "hit", "preempted", "preempt_info", "spec", "blocks",
+    "finished_ids", "common_prefix", "free",
+)  # fmt: skip
+_STATE_FIELDS = ("free", "free_crc", "free_head", "running", "waiting", "skipped", "reqs")
+_ORDERED = frozenset({"tokens", "computed"})
+
+
+@dataclass(frozen=True, slots=True)
+class Difference:
+    """Where a replay first departs from its trace; a field that is not there is None.
+
+    is_on_purpose: the reference goes on because min_tokens holds back even the length limit (and
+    hangs at max_model_len); here the request ends.
+    """
+
+    trace: str
+    step: int
+    field: str
+    expected: Any
+    got: Any
+    is_on_purpose: bool = False
+
+    def __str__(self) -> str:
+        return (
+            f"{self.trace}: step {self.step}, {self.field}: "
+            f"expected {self.expected!r}, got {self.got!r}"
+        )
+
+
+class Replay:
+    """One trace on its way through a core."""
+
+    def __init__(self, trace: Record, *, max_walked_rows: int | None = None) -> None:
+        self.trace = trace
+        self.core = SchedulerCore(trace_config(trace), max_walked_rows=max_walked_rows)
+        self._records: list[Record] = []
+        self._recorder = Recorder(self.core, self._records.append)
+        self._keys: dict[str, int] = {}
+        self._plans: dict[int, tuple[StepPlan, list[str]]] = {}
+
+    def steps(self) -> Iterator[tuple[Record, Record]]:
+        """Each step's record in the trace and what today's core makes of its inputs."""
+        for expected in self.trace["steps"]:
+            self._inputs(expected)
+            if "sched" in expected:
+                self._schedule(expected)
+            for name in expected.get("abort_mid", ()):
+                self._recorder.abort(self._keys[name])
+            if "update" in expected:
+                self._update(expected["update"])
+            if "drafts" in expected:
+                self._drafts(expected["drafts"])
+            self._recorder.end_step()
+            yield expected, self._records.pop()
+
+    def _inputs(self, step: Record) -> None:
+        for control in step.get("ctl", ()):
+            if control[0] == "pause":
+                self._recorder.set_pause(Pause(control[1]))
+            else:
+                self._recorder.reset_prefix_cache(reset_running=control[1])
+        for name in step.get("add", ()):
+            key = self._keys[name] = len(self._keys)
+            self._recorder.add_request(trace_request(self.trace, name, key), step.get("now", 0.0))
+        for name in step.get("ready", ()):
+            self._recorder.mark_ready(name)
+        for name in step.get("abort", ()):
+            self._recorder.abort(self._keys[name])
+
+    def _schedule(self, step: Record) -> None:
+        plan = self._recorder.schedule(
+            step.get("now", 0.0), throttle_prefills=step.get("throttle", False)
+        )
+        names = [self.core.state.table.request(row).request_id for row in plan.rows.tolist()]
+        self._plans[step["i"]] = (plan, names)
+
+    def _update(self, update: Record) -> None:
+        plan, names = self._plans.pop(update["of"])
+        sampled = [update["sampled"].get(name, []) for name in names]
+        failed = update.get("failed", ())
+        rows = zip(names, plan.rows.tolist(), strict=True)
+        self._recorder.update(
+            StepResult(
+                step_id=plan.step_id,
+                num_sampled_tokens=_int32([len(tokens) for tokens in sampled]),
+                token_ids=_int32([token for tokens in sampled for token in tokens]),
+                failed_rows=tuple(row for name, row in rows if name in failed),
+            ),
+            0.0,
+        )
+
+    def _drafts(self, drafts: dict[str, list[int]]) -> None:
+        self._recorder.update_drafts(
+            [self._keys[name] for name in drafts],
+            _int32([len(tokens) for tokens in drafts.values()]),
+            _int32([token for tokens in drafts.values() for token in tokens]),
+        )
+
+
+def first_difference(trace: Record, *, max_walked_rows: int | None = None) -> Difference | None:
+    """Replay a trace; where it first departs, or None."""
+    name = trace.get("name", "trace")
+    num_outputs: Counter[str] = Counter()
+    for expected, got in Replay(trace, max_walked_rows=max_walked_rows).steps():
+        for output in expected.get("update", {}).get("out", ()):
+            num_outputs[output["id"]] += len(output["tokens"])
+        for field, want, have in _compared(expected, got):
+            if not _equal(field, want, have):
+                is_on_purpose = field == "update.out" and all(
+                    _is_length_before_min_tokens(trace, num_outputs, *pair)
+                    for pair in zip(want, have, strict=False)
+                    if pair[0] != pair[1]
+                )
+                return Difference(name, expected["i"], field, want, have, is_on_purpose)
+    return None
+
+
+def _is_length_before_min_tokens(
+    trace: Record, num_outputs: Counter[str], expected: Record, got: Record
+) -> bool:
+    request_id = expected["id"]
+    min_tokens = trace["requests"][request_id].get("min_tokens", 0)
+    is_guarded = num_outputs[request_id] < min_tokens
+    return is_guarded and got == expected | {"finish": "length"}
+
+
+def _compared(expected: Record, got: Record) -> Iterator[tuple[str, Any, Any]]:
+    yield "ctl", expected.get("ctl"), got.get("ctl")
+    for field in _SCHED_FIELDS if "sched" in expected else ():
+        yield f"sched.{field}", expected["sched"].get(field), got["sched"].get(field)
+    for field in ("out", "pc") if "update" in expected else ():
+        yield f"update.{field}", expected["update"].get(field), got["update"].get(field)
+    for field in _STATE_FIELDS:
+        want = expected["state"].get(field)
+        # A recording may leave out what is expensive to write.
+        if want is not None or field == "skipped":
+            yield f"state.{field}", want, got["state"].get(field)
+
+
+def _equal(field: str, expected: Any, got: Any) -> bool:
+    if field.rpartition(".")[2] in _ORDERED:
+        return bool(expected == got and list(expected) == list(got))
+    return bool(expected == got)
+
+
+def _int32(values: list[int]) -> Int32Array:
+    return np.array(values, dtype=np.int32)

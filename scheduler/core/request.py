@@ -1,0 +1,71 @@
+"""One generation as the scheduler holds it, while it waits and while it runs."""
+
+import numpy as np
+
+from scheduler.core.block_hash import BlockHashes
+from scheduler.core.explain import History
+from scheduler.core.plan import Int32Array, NewRequest, RequestStatus
+
+BLOCKED_STATUSES = frozenset(
+    {RequestStatus.WAITING_FOR_GRAMMAR, RequestStatus.WAITING_FOR_REMOTE_KV}
+)
+NO_ROW = -1
+
+
+class Request:
+    """Identity, limits and history of a request.
+
+    While it runs it has a row, and its counts and tokens live in that row of the RequestTable;
+    while it waits, token_ids holds prompt and generated tokens.
+    """
+
+    __slots__ = (
+        "block_hashes",
+        "drop_stale",
+        "history",
+        "is_ready",
+        "key",
+        "num_cached_tokens",
+        "num_preemptions",
+        "num_prompt_tokens",
+        "num_stale_tokens",
+        "order_key",
+        "request_id",
+        "row",
+        "spec",
+        "status",
+        "token_ids",
+    )
+
+    def __init__(self, spec: NewRequest, block_size: int, history: History) -> None:
+        self.history = history
+        self.spec = spec
+        self.key = spec.key
+        self.request_id = spec.request_id
+        self.num_prompt_tokens = len(spec.prompt_token_ids)
+        self.token_ids: Int32Array = spec.prompt_token_ids
+        if len(spec.output_token_ids):
+            self.token_ids = np.concatenate((spec.prompt_token_ids, spec.output_token_ids))
+        self.block_hashes = spec.block_hashes or BlockHashes(block_size, spec.cache_salt)
+        self.status = (
+            RequestStatus.WAITING_FOR_GRAMMAR if spec.needs_grammar else RequestStatus.WAITING
+        )
+        self.is_ready = not spec.needs_grammar
+        self.row = NO_ROW
+        self.num_preemptions = 0
+        # Of the first admission; -1 before it.
+        self.num_cached_tokens = -1
+        # Tokens scheduled before a preemption whose output has not come yet; dropped or delivered.
+        self.num_stale_tokens = 0
+        self.drop_stale = False
+        self.order_key = (spec.priority, spec.arrival_time, spec.request_id)
+
+    @property
+    def is_blocked(self) -> bool:
+        """Whether it waits on something else than the scheduler."""
+        return self.status in BLOCKED_STATUSES
+
+    @property
+    def is_waiting_for_output(self) -> bool:
+        """Whether output from before its preemption is to be delivered first."""
+        return self.num_stale_tokens > 0 and not self.drop_stale

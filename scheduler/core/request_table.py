@@ -1,0 +1,145 @@
+"""Running requests as columns: one row each, stable while it runs.
+
+A row is also the worker's row in its input batch. What a step needs of every running request is
+a column here, so that a step over hundreds of them is a few vector operations.
+"""
+
+import numpy as np
+from numpy.typing import NDArray
+
+from scheduler.core.plan import Int32Array, Int64Array, RequestStatus, SchedulerConfig
+from scheduler.core.request import NO_ROW, Request
+
+IntpArray = NDArray[np.intp]
+BoolArray = NDArray[np.bool_]
+
+NO_STOP_ID = -1
+NOBODY = -1
+# Rows with more stop ids than this have their tokens looked at one by one.
+MAX_VECTOR_STOP_IDS = 8
+
+
+class RequestTable:
+    """Columns over rows; every column is [max_num_seqs] and valid for rows in use."""
+
+    def __init__(self, config: SchedulerConfig) -> None:
+        num_rows = config.max_num_seqs
+        self._max_model_len = config.max_model_len
+        self.num_tokens = _column(num_rows)
+        self.num_computed = _column(num_rows)
+        self.num_drafts = _column(num_rows)
+        # Sampled tokens that are still in flight (pipelines deeper than 1), drafts included.
+        self.num_placeholders = _column(num_rows)
+        self.num_blocks = _column(num_rows)
+        self.num_registered = _column(num_rows)  # full blocks that have their digest
+        # Computed tokens from which a block must be added or registered.
+        self.next_block_event = _column(num_rows)
+        self.length_limit = _column(num_rows)  # num_tokens at which it ends
+        self.output_limit = _column(num_rows)  # prompt + max_tokens
+        self.is_prefill_chunk: BoolArray = np.zeros(num_rows, dtype=np.bool_)
+        self.is_walked: BoolArray = np.zeros(num_rows, dtype=np.bool_)  # stops need Python
+        # Counts admissions: tells a row's request from an earlier one of the same row.
+        self.admission_id: Int64Array = np.full(num_rows, NOBODY, dtype=np.int64)
+        self.key: Int64Array = np.zeros(num_rows, dtype=np.int64)
+        # Column i: each row's i-th stop id (EOS included) or NO_STOP_ID; as many as ever needed.
+        self.stop_columns: list[Int32Array] = []
+        # Rows of these are touched (and so paged in) only as far as they are used.
+        self.token_ids: Int32Array = np.empty(
+            (num_rows, config.max_model_len + config.num_spec_tokens + 1), dtype=np.int32
+        )
+        max_num_blocks = -(-config.max_model_len // config.block_size)
+        self.block_table: Int32Array = np.empty((num_rows, max_num_blocks), dtype=np.int32)
+        self.draft_ids: Int32Array = np.full(
+            (num_rows, config.num_spec_tokens), NO_STOP_ID, dtype=np.int32
+        )
+        self.requests: list[Request | None] = [None] * num_rows
+        self.num_running = 0
+        self.num_walked = 0
+        self._order: IntpArray = np.empty(num_rows, dtype=np.intp)
+        self._free_rows = list(range(num_rows - 1, -1, -1))
+        self._num_admissions = 0
+
+    @property
+    def running_rows(self) -> IntpArray:
+        """[num_running] rows in order of admission; a view, valid until somebody comes or goes."""
+        return self._order[: self.num_running]
+
+    def request(self, row: int) -> Request:
+        """Who has the row."""
+        request = self.requests[row]
+        assert request is not None, f"row {row} is free"
+        return request
+
+    def tokens(self, row: int) -> Int32Array:
+        """[num_tokens] of a row; a view."""
+        return self.token_ids[row, : self.num_tokens[row]]
+
+    def place(self, request: Request) -> int:
+        """Give a request a row, at the end of the running order; it has no blocks yet."""
+        row = self._free_rows.pop()
+        num_tokens = len(request.token_ids)
+        spec = request.spec
+        self.requests[row] = request
+        self._order[self.num_running] = row
+        self.num_running += 1
+        self.token_ids[row, :num_tokens] = request.token_ids
+        self.num_tokens[row] = num_tokens
+        self.num_computed[row] = 0
+        self.num_drafts[row] = 0
+        self.num_placeholders[row] = 0
+        self.num_blocks[row] = 0
+        self.num_registered[row] = 0
+        self.output_limit[row] = output_limit = request.num_prompt_tokens + spec.max_tokens
+        self.length_limit[row] = min(output_limit, self._max_model_len)
+        self.is_prefill_chunk[row] = False
+        self.draft_ids[row] = NO_STOP_ID
+        self.admission_id[row] = self._num_admissions
+        self._num_admissions += 1
+        self.key[row] = request.key
+        self._place_stop_ids(row, request)
+        request.row = row
+        request.status = RequestStatus.RUNNING
+        return row
+
+    def vacate(self, row: int) -> None:
+        """Free a row whose request has left the running order; it takes its tokens along."""
+        request = self.request(row)
+        request.token_ids = self.tokens(row).copy()
+        request.row = NO_ROW
+        self.requests[row] = None
+        self.admission_id[row] = NOBODY
+        self.num_walked -= int(self.is_walked[row])
+        self._free_rows.append(row)
+
+    def position(self, row: int) -> int:
+        """Where a row stands in the running order."""
+        return int((self.running_rows == row).nonzero()[0][0])
+
+    def leave(self, position: int) -> int:
+        """Take the row at a position out of the running order."""
+        order = self._order
+        row = int(order[position])
+        order[position : self.num_running - 1] = order[position + 1 : self.num_running]
+        self.num_running -= 1
+        return row
+
+    def keep_running(self, is_kept: BoolArray) -> None:
+        """Take all others out of the running order; is_kept is [num_running]."""
+        kept = self.running_rows[is_kept]
+        self._order[: len(kept)] = kept
+        self.num_running = len(kept)
+
+    def _place_stop_ids(self, row: int, request: Request) -> None:
+        ids = request.spec.eos_token_ids + request.spec.stop_token_ids
+        is_walked = request.spec.repetition is not None or len(ids) > MAX_VECTOR_STOP_IDS
+        self.is_walked[row] = is_walked
+        self.num_walked += is_walked
+        used_ids = () if is_walked else ids
+        while len(self.stop_columns) < len(used_ids):
+            self.stop_columns.append(_column(len(self.requests)))
+        for index, column in enumerate(self.stop_columns):
+            column[row] = used_ids[index] if index < len(used_ids) else NO_STOP_ID
+
+
+def _column(num_rows: int) -> Int32Array:
+    return np.zeros(num_rows, dtype=np.int32)

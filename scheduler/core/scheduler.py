@@ -1,0 +1,297 @@
+"""The scheduling core of one worker: requests and results in, plans and outputs out.
+
+It decides each step: how many tokens every request advances, over which KV blocks, and who has to
+give way. It knows no clock, no wire and no tensor; `now` is an argument.
+"""
+
+import numpy as np
+
+from scheduler.core.batch import BatchColumns, StepBatch
+from scheduler.core.explain import Explanation
+from scheduler.core.plan import (
+    EMPTY_INT32,
+    NO_FACTS,
+    FinishedRequest,
+    Int32Array,
+    NewRequest,
+    Pause,
+    PrefixCacheStats,
+    RequestStatus,
+    ResetOutcome,
+    SchedulerConfig,
+    StepFacts,
+    StepOutput,
+    StepPlan,
+    StepResult,
+    WaitReason,
+)
+from scheduler.core.running_pass import RunningPass
+from scheduler.core.state import Flight, SchedulerState
+from scheduler.core.update import OutputUpdate
+from scheduler.core.waiting_pass import WaitingPass
+
+
+class SchedulerCore:
+    """Plans steps; one loop owns it and calls schedule and update, results in the plans' order.
+
+    Args:
+        max_walked_rows: running sets up to this size are served request by request instead of by
+            columns; for tests, which prove that it makes no difference.
+    """
+
+    def __init__(self, config: SchedulerConfig, *, max_walked_rows: int | None = None) -> None:
+        self.config = config
+        # Read by recordings and tests; only this class's methods change it.
+        self.state = SchedulerState(config)
+        self._running_pass = RunningPass(self.state, max_walked_rows=max_walked_rows)
+        self._waiting_pass = WaitingPass(self.state)
+        self._update = OutputUpdate(self.state, max_walked_rows=max_walked_rows)
+        self._pause = Pause.UNPAUSED
+
+    @property
+    def num_running(self) -> int:
+        """Requests that hold a row."""
+        return self.state.table.num_running
+
+    @property
+    def num_waiting(self) -> int:
+        """Requests in the queues, preempted and blocked ones included."""
+        return len(self.state.queues)
+
+    @property
+    def num_free_blocks(self) -> int:
+        """Blocks that nobody references."""
+        return self.state.kv.pool.num_free
+
+    @property
+    def has_unfinished(self) -> bool:
+        """Whether any request is left."""
+        return bool(self.state.requests)
+
+    def add_request(self, request: NewRequest, now: float) -> None:
+        """Queue a request that `refusal` has nothing against."""
+        assert request.key not in self.state.requests, f"key {request.key} is in use"
+        self.state.now = now
+        self.state.add(request, now)
+
+    def refusal(self, num_prompt_tokens: int, max_tokens: int) -> str | None:
+        """Why such a request can never be served here, or None."""
+        config = self.config
+        if num_prompt_tokens < 1:
+            return "the prompt is empty"
+        if max_tokens < 1:
+            return "max_tokens must be at least 1"
+        if num_prompt_tokens >= config.max_model_len:
+            return (
+                f"the prompt has {num_prompt_tokens} tokens; with at least one more the limit is "
+                f"max_model_len = {config.max_model_len}"
+            )
+        num_blocks = -(-num_prompt_tokens // config.block_size) + 1
+        if num_blocks > config.num_gpu_blocks - 1:
+            return (
+                f"the prompt has {num_prompt_tokens} tokens and needs {num_blocks} KV blocks; "
+                f"there are {config.num_gpu_blocks - 1}"
+            )
+        return None
+
+    def mark_ready(self, request_id: str) -> None:
+        """What a request was blocked on (its grammar) is there; unknown ids are ignored."""
+        for request in self.state.queues:
+            if request.request_id == request_id:
+                request.is_ready = True
+
+    def abort(
+        self, key: int, status: RequestStatus = RequestStatus.ABORTED
+    ) -> FinishedRequest | None:
+        """End a request now; its blocks are free at once. None: unknown or already finished."""
+        return self.state.end(key, status)
+
+    def set_pause(self, pause: Pause) -> None:
+        """Stop admissions, or everything, from the next step on."""
+        self._pause = pause
+
+    def reset_prefix_cache(self, *, reset_running: bool) -> ResetOutcome:
+        """Forget cached contents; only possible when no request holds a block.
+
+        Args:
+            reset_running: preempt all running requests for it, the youngest first. They start again
+                in the next step; their output in flight is dropped.
+        """
+        state = self.state
+        preempted = []
+        while reset_running and state.table.num_running:
+            row = state.table.leave(state.table.num_running - 1)
+            preempted.append(state.preempt(row, cause=None).key)
+        is_reset = state.kv.pool.num_free == state.kv.pool.num_usable
+        if is_reset:
+            state.kv.pool.forget_all()
+        return ResetOutcome(is_reset, tuple(preempted))
+
+    def schedule(self, now: float, *, throttle_prefills: bool = False) -> StepPlan:
+        """Plan the next step."""
+        batch = self._begin_step(now, throttle_prefills=throttle_prefills)
+        expired = self.state.expire()
+        if self._pause is not Pause.PAUSED_ALL:
+            self._running_pass.run(batch)
+        if batch.victims:
+            self._waiting_pass.hold(batch, WaitReason.PREEMPTION)
+        elif self._pause is not Pause.UNPAUSED:
+            self._waiting_pass.hold(batch, WaitReason.PAUSED)
+        else:
+            self._waiting_pass.run(batch)
+        columns = batch.columns()
+        plan = self._plan(batch, columns, expired)
+        self._advance(columns)
+        return plan
+
+    def update(self, result: StepResult, now: float) -> StepOutput:
+        """Apply the result of the oldest step that has none yet; empty steps need no result."""
+        if not len(result.num_sampled_tokens):
+            return StepOutput(
+                step_id=result.step_id,
+                keys=np.empty(0, np.int64),
+                num_new_tokens=EMPTY_INT32,
+                token_ids=EMPTY_INT32,
+                finished=(),
+            )
+        self.state.now = now
+        flight = self.state.flights.popleft()
+        output = self._update.run(flight, result)
+        if self.state.stale:
+            self.state.forget_drained()
+        return output
+
+    def explain(self, request_id: str) -> Explanation | None:
+        """What happened to a request and why; None: never seen, or ended too long ago."""
+        state = self.state
+        for position, request in enumerate(state.queues):
+            if request.request_id == request_id:
+                return request.history.explain(state.step_id, request.status, 0, position)
+        for row in state.table.running_rows.tolist():
+            request = state.table.request(row)
+            if request.request_id == request_id:
+                num_computed = state.table.num_computed.item(row)
+                return request.history.explain(state.step_id, request.status, num_computed, None)
+        return state.ledger.ended(request_id)
+
+    def update_drafts(
+        self, keys: list[int], num_drafts: Int32Array, draft_token_ids: Int32Array
+    ) -> None:
+        """Attach drafts proposed apart from a result; finished and mid-prefill requests drop them.
+
+        Args:
+            keys: requests.
+            num_drafts: [len(keys)].
+            draft_token_ids: [sum(num_drafts)].
+        """
+        requests = [self.state.requests.get(key) for key in keys]
+        is_running = np.array([r is not None and r.row >= 0 for r in requests], dtype=np.bool_)
+        rows = [r.row for r in requests if r is not None and r.row >= 0]
+        self._update.take_drafts(
+            np.array(rows, dtype=np.intp),
+            num_drafts[is_running],
+            draft_token_ids[np.repeat(is_running, num_drafts)],
+        )
+
+    def take_prefix_cache_stats(self) -> PrefixCacheStats:
+        """Statistics of the admissions since the last call."""
+        return self._waiting_pass.take_stats()
+
+    def _begin_step(self, now: float, *, throttle_prefills: bool) -> StepBatch:
+        self.state.now = now
+        batch = StepBatch(self.state.step_id, now, self.config.max_num_batched_tokens)
+        if throttle_prefills and not self._waiting_pass.is_saturated:
+            table = self.state.table
+            is_prefilling = table.is_prefill_chunk[table.running_rows]
+            batch.is_deferring_prefills = not is_prefilling.all()
+        return batch
+
+    def _plan(
+        self, batch: StepBatch, columns: BatchColumns, expired: tuple[FinishedRequest, ...]
+    ) -> StepPlan:
+        state = self.state
+        num_drafts = draft_ids = EMPTY_INT32
+        if batch.has_drafts and columns.num_drafts is not None:
+            num_drafts = columns.num_drafts
+            is_draft = np.arange(self.config.num_spec_tokens) < num_drafts[:, None]
+            draft_ids = state.table.draft_ids[columns.rows][is_draft]
+        return StepPlan(
+            step_id=batch.step_id,
+            freed_rows=_taken(state.freed_rows),
+            row_requests=tuple(batch.row_requests),
+            appended_block_rows=_taken(batch.grown_rows),
+            appended_block_ids=_taken(batch.grown_ids),
+            rows=columns.rows.astype(np.int32),
+            num_computed_tokens=columns.num_computed,
+            num_scheduled_tokens=columns.num_scheduled,
+            num_draft_tokens=num_drafts,
+            draft_token_ids=draft_ids,
+            admissions=tuple(batch.admissions),
+            preempted_keys=tuple(victim.key for victim in batch.victims),
+            expired=expired,
+            facts=_facts(batch),
+        )
+
+    def _advance(self, columns: BatchColumns) -> None:
+        """Count scheduled tokens as computed now, before the worker has run."""
+        state = self.state
+        table = state.table
+        rows = columns.rows
+        step_id = state.step_id
+        state.step_id += 1
+        if not len(rows):
+            return
+        after = columns.num_computed + columns.num_scheduled
+        table.num_computed[rows] = after
+        is_chunk = after < columns.goals
+        table.is_prefill_chunk[rows] = is_chunk
+        if np.count_nonzero(is_chunk):
+            for row in rows[is_chunk].tolist():
+                table.request(row).history.num_chunks += 1
+        if self.config.num_spec_tokens:
+            # Drafts that were not scheduled are lost; the next ones of a pipeline are the worker's.
+            next_drafts = self.config.num_spec_tokens if state.is_pipelined else 0
+            table.num_drafts[rows] = np.where(is_chunk, 0, next_drafts)
+        if state.is_pipelined:
+            num_sampled = (~is_chunk).astype(np.int32)
+            if columns.num_drafts is not None:
+                num_sampled += np.where(is_chunk, 0, columns.num_drafts)
+            table.num_placeholders[rows] += num_sampled
+        state.flights.append(
+            Flight(
+                step_id,
+                rows,
+                table.admission_id[rows],
+                columns.num_scheduled,
+                is_chunk,
+                columns.num_drafts,
+            )
+        )
+
+    def check_invariants(self) -> None:
+        """Assert that every block has exactly one owner and that every request is in one place."""
+        state = self.state
+        holders: dict[int, int] = {}
+        for row in state.table.running_rows.tolist():
+            for block_id in state.table.block_table[row, : state.table.num_blocks[row]].tolist():
+                holders[block_id] = holders.get(block_id, 0) + 1
+        state.kv.pool.check(holders)
+        running = {state.table.request(row).key for row in state.table.running_rows.tolist()}
+        waiting = {request.key for request in state.queues}
+        assert not running & waiting, f"running and waiting: {running & waiting}"
+        assert running | waiting == set(state.requests), "a request is lost"
+
+
+def _taken(numbers: list[int]) -> Int32Array:
+    """The numbers as a column; the list is empty afterwards."""
+    if not numbers:
+        return EMPTY_INT32
+    column = np.array(numbers, dtype=np.int32)
+    numbers.clear()
+    return column
+
+
+def _facts(batch: StepBatch) -> StepFacts:
+    if not batch.victims and not batch.passed_over and not batch.num_behind_head:
+        return NO_FACTS
+    return StepFacts(tuple(batch.passed_over), tuple(batch.victims), batch.num_behind_head)

@@ -1,0 +1,188 @@
+"""What the passes of a step share: running rows, waiting queues, blocks, and steps in flight.
+
+It carries out the transitions of a request (admit, preempt, finish); the passes decide them.
+"""
+
+import heapq
+from collections import deque
+from dataclasses import dataclass
+
+import numpy as np
+
+from scheduler.core.batch import StepBatch
+from scheduler.core.explain import History, Ledger
+from scheduler.core.kv_cache import KvCache
+from scheduler.core.plan import (
+    FinishedRequest,
+    Int32Array,
+    Int64Array,
+    NewRequest,
+    RequestStatus,
+    SchedulerConfig,
+    Victim,
+)
+from scheduler.core.queues import WaitingQueues
+from scheduler.core.request import NO_ROW, Request
+from scheduler.core.request_table import BoolArray, IntpArray, RequestTable
+
+
+@dataclass(frozen=True, slots=True)
+class Flight:
+    """A step whose result has not come yet; columns are [num_reqs] in plan order."""
+
+    step_id: int
+    rows: IntpArray
+    admission_ids: Int64Array
+    num_scheduled: Int32Array
+    is_prefill_chunk: BoolArray
+    num_drafts: Int32Array | None
+
+    def num_drafts_of(self, index: int) -> int:
+        """Drafts scheduled for one of the requests."""
+        return 0 if self.num_drafts is None else int(self.num_drafts[index])
+
+
+class SchedulerState:
+    """The one owner of a scheduler's mutable state."""
+
+    def __init__(self, config: SchedulerConfig) -> None:
+        self.config = config
+        self.table = RequestTable(config)
+        self.kv = KvCache(config, self.table)
+        self.queues = WaitingQueues(config.policy)
+        self.ledger = Ledger()
+        # The step being planned, or the next one; and the clock of the last call.
+        self.step_id = 0
+        self.now = 0.0
+        self._deadlines: list[tuple[float, int]] = []
+        self.requests: dict[int, Request] = {}
+        self.flights: deque[Flight] = deque()
+        # Preempted requests with output in flight, by the admission that the output is from.
+        self.stale: dict[int, Request] = {}
+        self.freed_rows: list[int] = []
+        self.is_pipelined = config.pipeline_depth > 1
+
+    def add(self, spec: NewRequest, now: float) -> None:
+        """Queue a new request."""
+        history = History(spec.request_id, self.step_id, now, len(self.queues))
+        request = Request(spec, self.config.block_size, history)
+        self.requests[spec.key] = request
+        self.queues.add(request)
+        if spec.deadline is not None:
+            heapq.heappush(self._deadlines, (spec.deadline, spec.key))
+
+    def preempt(self, row: int, cause: Victim | None) -> Request:
+        """Put a request that left the running order back to waiting; its blocks become free.
+
+        Its output in flight is still delivered when it comes; without a cause within a step (the
+        prefix cache is reset) it is dropped.
+        """
+        table = self.table
+        request = table.request(row)
+        self._note_output_in_flight(request, row, drop_output=cause is None)
+        request.history.preempted(
+            self.step_id,
+            self.now,
+            table.num_computed.item(row),
+            cause.trigger_id if cause else "",
+            cause.num_needed_blocks if cause else 0,
+        )
+        self._free_row(row)
+        request.status = RequestStatus.PREEMPTED
+        request.num_preemptions += 1
+        self.queues.waiting.push_front(request)
+        return request
+
+    def displace(
+        self, batch: StepBatch, position: int, beneficiary: Request, num_needed: int
+    ) -> bool:
+        """Preempt who runs at a position for another request that needs blocks (or its slot).
+
+        Returns:
+            Whether it had been scheduled in this step; its tokens are back in the budget then.
+        """
+        row = self.table.leave(position)
+        request = self.table.request(row)
+        was_scheduled = batch.refund(row)
+        victim = Victim(
+            key=request.key,
+            request_id=request.request_id,
+            trigger_id=beneficiary.request_id,
+            num_needed_blocks=num_needed,
+            num_lost_tokens=self.table.num_computed.item(row),
+            was_scheduled=was_scheduled,
+        )
+        self.preempt(row, victim)
+        batch.victims.append(victim)
+        return was_scheduled
+
+    def least_urgent_position(self) -> int:
+        """Position of the greatest (priority, arrival_time); the first of equal ones."""
+        running = [self.table.request(row) for row in self.table.running_rows.tolist()]
+        return max(range(len(running)), key=lambda i: running[i].order_key[:2])
+
+    def finish(
+        self, request: Request, status: RequestStatus, stop_token_id: int | None = None
+    ) -> FinishedRequest:
+        """End a request: its blocks are free at once, its row is reported by the next plan.
+
+        The caller takes its row out of the running order.
+        """
+        num_computed = 0
+        if request.row == NO_ROW:
+            self.queues.remove(request)
+        else:
+            num_computed = self.table.num_computed.item(request.row)
+            self._free_row(request.row)
+        if request.num_stale_tokens:
+            self.stale = {i: other for i, other in self.stale.items() if other is not request}
+        request.status = status
+        request.history.finished(self.step_id, self.now, num_computed, status)
+        self.ledger.keep(request.history)
+        del self.requests[request.key]
+        return FinishedRequest(
+            request.key, request.request_id, status, stop_token_id, request.num_preemptions
+        )
+
+    def end(self, key: int, status: RequestStatus) -> FinishedRequest | None:
+        """End a request wherever it is; None: it is unknown or has ended."""
+        request = self.requests.get(key)
+        if request is None:
+            return None
+        if request.row != NO_ROW:
+            self.table.leave(self.table.position(request.row))
+        return self.finish(request, status)
+
+    def expire(self) -> tuple[FinishedRequest, ...]:
+        """End every request whose deadline has passed."""
+        expired = []
+        while self._deadlines and self._deadlines[0][0] <= self.now:
+            deadline, key = heapq.heappop(self._deadlines)
+            request = self.requests.get(key)
+            # A key may have been used again since.
+            if request is not None and request.spec.deadline == deadline:
+                expired.append(self.end(key, RequestStatus.DEADLINE))
+        return tuple(one for one in expired if one is not None)
+
+    def _free_row(self, row: int) -> None:
+        self.kv.release(row)
+        self.table.vacate(row)
+        self.freed_rows.append(row)
+
+    def _note_output_in_flight(self, request: Request, row: int, *, drop_output: bool) -> None:
+        admission_id = self.table.admission_id.item(row)
+        num_in_flight = sum(
+            int(flight.num_scheduled[flight.admission_ids == admission_id].sum())
+            for flight in self.flights
+        )
+        # Once some of its output is to be dropped, all that is in flight with it is.
+        has_undrained = request.num_stale_tokens > 0
+        request.drop_stale = drop_output or (request.drop_stale and has_undrained)
+        if num_in_flight:
+            request.num_stale_tokens += num_in_flight
+            self.stale[admission_id] = request
+
+    def forget_drained(self) -> None:
+        """Drop the notes about output that can no longer come."""
+        awaited = {int(i) for flight in self.flights for i in np.unique(flight.admission_ids)}
+        self.stale = {i: request for i, request in self.stale.items() if i in awaited}

@@ -1,0 +1,135 @@
+"""The trace format: settings and requests of a run as JSON-able records, both ways.
+
+Read and written: what the reference's recordings have. Extensions, all optional: a step without
+`sched` (inputs came in another order than a step has), `now` in a step, `failed` in an update, and
+in a request `deadline`, `output`, `eos_token_ids`.
+"""
+
+from typing import Any
+
+import numpy as np
+
+from scheduler.core.plan import NewRequest, RepetitionLimit, SchedulerConfig
+
+Record = dict[str, Any]
+
+SCHEMA = "vllm-sched-trace/1"
+
+
+def header(config: SchedulerConfig, name: str) -> Record:
+    """The first record of a recording: all of a trace but its requests and steps."""
+    return {
+        "schema": SCHEMA,
+        "name": name,
+        "oracle": {"package": "headrace", "pipeline_depth": config.pipeline_depth},
+        "config": {
+            "block_size": config.block_size,
+            "num_gpu_blocks": config.num_gpu_blocks,
+            "max_model_len": config.max_model_len,
+            "max_num_batched_tokens": config.max_num_batched_tokens,
+            "max_num_scheduled_tokens": None,
+            "max_num_seqs": config.max_num_seqs,
+            "long_prefill_token_threshold": config.long_prefill_token_threshold,
+            "enable_chunked_prefill": config.enable_chunked_prefill,
+            "policy": config.policy,
+            "priority_preemption": config.priority_preemption,
+            "enable_prefix_caching": config.enable_prefix_caching,
+            "watermark": config.watermark,
+            "scheduler_reserve_full_isl": config.reserve_full_sequence,
+            "num_spec_tokens": config.num_spec_tokens,
+            "spec_kind": config.spec_kind,
+            "async_scheduling": config.pipeline_depth > 1,
+        },
+        "eos_token_id": None,
+    }
+
+
+def assemble(records: list[Record]) -> Record:
+    """A trace from a recording's records: the header, then its steps."""
+    first, *steps = records
+    trace: Record = {**first, "requests": {}, "steps": []}
+    for step in steps:
+        trace["requests"] |= step.get("requests", {})
+        trace["steps"].append({name: part for name, part in step.items() if name != "requests"})
+    return trace
+
+
+def request_record(request: NewRequest, arrival: int) -> Record:
+    """A request in the trace format."""
+    record: Record = {
+        "arrival": arrival,
+        "arrival_time": request.arrival_time,
+        "prompt": request.prompt_token_ids.tolist(),
+        "max_tokens": request.max_tokens,
+    }
+    optional: Record = {
+        "priority": request.priority,
+        "min_tokens": request.min_tokens,
+        "stop_token_ids": list(request.stop_token_ids),
+        "cache_salt": request.cache_salt,
+        "skip_reading_prefix_cache": request.skip_reading_prefix_cache,
+        "eos_token_ids": list(request.eos_token_ids),
+        "output": request.output_token_ids.tolist(),
+        "deadline": request.deadline,
+    }
+    record |= {name: value for name, value in optional.items() if value}
+    if request.needs_grammar:
+        record["blocked_until"] = arrival
+    if request.repetition is not None:
+        limit = request.repetition
+        record["repetition"] = {
+            "max_pattern_size": limit.max_pattern_size,
+            "min_pattern_size": limit.min_pattern_size,
+            "min_count": limit.min_count,
+        }
+    return record
+
+
+def trace_config(trace: Record) -> SchedulerConfig:
+    """The settings a trace was recorded with."""
+    config = trace["config"]
+    return SchedulerConfig(
+        block_size=config["block_size"],
+        num_gpu_blocks=config["num_gpu_blocks"],
+        max_model_len=config["max_model_len"],
+        max_num_batched_tokens=(
+            config.get("max_num_scheduled_tokens") or config["max_num_batched_tokens"]
+        ),
+        max_num_seqs=config["max_num_seqs"],
+        long_prefill_token_threshold=config["long_prefill_token_threshold"],
+        enable_chunked_prefill=config["enable_chunked_prefill"],
+        policy=config["policy"],
+        priority_preemption=config.get("priority_preemption", False),
+        enable_prefix_caching=config["enable_prefix_caching"],
+        watermark=config["watermark"],
+        reserve_full_sequence=config["scheduler_reserve_full_isl"],
+        num_spec_tokens=config["num_spec_tokens"],
+        spec_kind=config["spec_kind"],
+        pipeline_depth=trace["oracle"]["pipeline_depth"],
+    )
+
+
+def trace_request(trace: Record, request_id: str, key: int) -> NewRequest:
+    """A request of a trace."""
+    record = trace["requests"][request_id]
+    eos_token_ids = record.get("eos_token_ids") or (
+        [trace["eos_token_id"]] if record.get("use_eos") else []
+    )
+    repetition = record.get("repetition")
+    return NewRequest(
+        key=key,
+        request_id=request_id,
+        prompt_token_ids=np.array(record["prompt"], dtype=np.int32),
+        output_token_ids=np.array(record.get("output", []), dtype=np.int32),
+        max_tokens=record["max_tokens"],
+        arrival_time=record["arrival_time"],
+        priority=record.get("priority", 0),
+        eos_token_ids=tuple(eos_token_ids),
+        stop_token_ids=tuple(record.get("stop_token_ids", ())),
+        min_tokens=record.get("min_tokens", 0),
+        cache_salt=record.get("cache_salt") or "",
+        skip_reading_prefix_cache=record.get("skip_reading_prefix_cache", False),
+        deadline=record.get("deadline"),
+        needs_grammar="blocked_until" in record,
+        repetition=RepetitionLimit(**repetition) if repetition else None,
+    )

@@ -1,0 +1,258 @@
+"""Admits waiting requests, in the order of the policy, while slots, budget and blocks last.
+
+Nobody overtakes a head that does not fit; only requests that wait on something else are set aside.
+"""
+
+from collections import Counter
+from dataclasses import dataclass, replace
+
+from scheduler.core.batch import StepBatch
+from scheduler.core.kv_cache import PrefixHit
+from scheduler.core.plan import (
+    Admission,
+    PassedOver,
+    PrefixCacheStats,
+    RequestStatus,
+    RowRequest,
+    WaitReason,
+)
+from scheduler.core.queues import WaitingQueue
+from scheduler.core.request import Request
+from scheduler.core.state import SchedulerState
+
+
+@dataclass(frozen=True, slots=True)
+class Fit:
+    """How a waiting request would start."""
+
+    hit: PrefixHit
+    num_new_tokens: int
+    num_drafts: int
+
+
+class WaitingPass:
+    """The second half of a step."""
+
+    def __init__(self, state: SchedulerState) -> None:
+        self._state = state
+        config = state.config
+        self._config = config
+        self._is_displacing = config.priority_preemption and config.policy == "priority"
+        self._num_watermark_blocks = int(config.watermark * config.num_gpu_blocks)
+        # Whether requests were left over when nothing held admissions back.
+        self.is_saturated = False
+        self._stats = PrefixCacheStats()
+
+    def run(self, batch: StepBatch) -> None:
+        """Schedule waiting requests into the batch."""
+        queues = self._state.queues
+        batch.end_running_pass()
+        set_aside: list[Request] = []
+        while queues:
+            full = self._full(batch)
+            if full is not None and not self._is_displacing:
+                self._pass_over(batch, queues.next_queue().head(), full)
+                break
+            queue = queues.next_queue()
+            request = queue.head()
+            reason = self._not_ready(request)
+            if reason is not None:
+                set_aside.append(queue.pop())
+                self._pass_over(batch, request, reason)
+                continue
+            if not self._admit_or_pass_over(batch, request, queue, full):
+                break
+        if not batch.is_deferring_prefills:
+            self.is_saturated = len(queues.waiting) > 0
+        queues.put_back(set_aside)
+        batch.num_behind_head = len(queues) - len(batch.passed_over)
+
+    def hold(self, batch: StepBatch, reason: WaitReason) -> None:
+        """Admit nobody in this step."""
+        queues = self._state.queues
+        if queues:
+            self._pass_over(batch, queues.next_queue().head(), reason)
+            batch.num_behind_head = len(queues) - 1
+
+    def _full(self, batch: StepBatch) -> WaitReason | None:
+        """Why nobody can be added, if so."""
+        if batch.budget <= 0:
+            return WaitReason.BUDGET
+        if self._state.table.num_running >= self._config.max_num_seqs:
+            return WaitReason.SEQUENCE_SLOTS
+        return None
+
+    def _admit_or_pass_over(
+        self, batch: StepBatch, request: Request, queue: WaitingQueue, full: WaitReason | None
+    ) -> bool:
+        """Look at the head of a queue; False: it has to wait, and so has everybody behind it."""
+        fit = self._fit(batch, request) if full is None else _passed_over(request, full)
+        if isinstance(fit, Fit):
+            queue.pop()
+            self._admit(batch, request, fit)
+            return True
+        if self._is_displacing and self._displace_for(batch, request, fit):
+            return True
+        self._note(batch, request, fit)
+        return False
+
+    def _displace_for(self, batch: StepBatch, request: Request, lack: PassedOver) -> bool:
+        """Preempt the least urgent running request for a strictly more urgent waiting one.
+
+        False when nobody runs who is less urgent, or when all of them together would not do. Equal
+        priorities never displace each other, and who fell in this step stays out of it, so nobody
+        goes back and forth.
+        """
+        state = self._state
+        if not state.table.num_running or any(v.key == request.key for v in batch.victims):
+            return False
+        position = state.least_urgent_position()
+        victim = state.table.request(int(state.table.running_rows[position]))
+        if victim.spec.priority <= request.spec.priority:
+            return False
+        if not self._would_help(batch, request, lack, victim):
+            return False
+        state.displace(batch, position, request, lack.num_needed_blocks)
+        return True
+
+    def _would_help(
+        self, batch: StepBatch, request: Request, lack: PassedOver, victim: Request
+    ) -> bool:
+        """Whether the victim, and others after it, have what the request lacks."""
+        if lack.reason is WaitReason.SEQUENCE_SLOTS:
+            return True
+        if lack.reason is WaitReason.BUDGET:
+            return batch.budget <= 0 and batch.has(victim.row)
+        if lack.reason in {WaitReason.BLOCKS, WaitReason.WATERMARK}:
+            num_needed = lack.num_needed_blocks + self._num_watermark_blocks
+            return num_needed <= self._num_obtainable_blocks(request)
+        return False
+
+    def _num_obtainable_blocks(self, request: Request) -> int:
+        """Blocks that are free once everybody less urgent has lost its own.
+
+        Those that it would be given anyhow, as prefix hits, do not count: they are not in its need
+        while somebody holds them.
+        """
+        state = self._state
+        hits = set(state.kv.find_prefix(request).block_ids)
+        table = state.table
+        held: Counter[int] = Counter()
+        for row in table.running_rows.tolist():
+            if table.request(row).spec.priority > request.spec.priority:
+                held.update(table.block_table[row, : table.num_blocks[row]].tolist())
+        pool = state.kv.pool
+        return pool.num_free + sum(
+            pool.num_refs(block) == count for block, count in held.items() if block not in hits
+        )
+
+    def _not_ready(self, request: Request) -> WaitReason | None:
+        """Why a request holds nobody up, or None; one that became ready is WAITING from here on."""
+        if request.is_waiting_for_output:
+            return WaitReason.OUTPUT_IN_FLIGHT
+        if not request.is_blocked:
+            return None
+        if not request.is_ready:
+            is_grammar = request.status is RequestStatus.WAITING_FOR_GRAMMAR
+            return WaitReason.GRAMMAR if is_grammar else WaitReason.REMOTE_KV
+        request.status = RequestStatus.WAITING
+        return None
+
+    def _fit(self, batch: StepBatch, request: Request) -> Fit | PassedOver:
+        """What a request would get now, or why it has to wait."""
+        config = self._config
+        hit = self._state.kv.find_prefix(request)
+        num_tokens = len(request.token_ids)
+        num_new = num_tokens - hit.num_tokens
+        if batch.is_deferring_prefills and num_new > 1:
+            return _passed_over(request, WaitReason.THROTTLED)
+        num_drafts = 0
+        if num_new == 1 and self._is_padded(batch):
+            # The batch stays uniform, which the worker's graphs need.
+            num_drafts = config.num_spec_tokens
+            num_new += num_drafts
+            if num_new > batch.budget or hit.num_tokens + num_new > config.max_model_len:
+                return _passed_over(request, WaitReason.BUDGET)
+        if 0 < config.long_prefill_token_threshold < num_new:
+            num_new = config.long_prefill_token_threshold
+        if not config.enable_chunked_prefill and num_new > batch.budget:
+            return _passed_over(request, WaitReason.BUDGET)
+        num_new = min(num_new, batch.budget)
+        return self._lack_of_blocks(request, hit, num_new) or Fit(hit, num_new, num_drafts)
+
+    def _is_padded(self, batch: StepBatch) -> bool:
+        """Whether every running request scheduled so far is past its prefill, and drafts."""
+        if not self._config.num_spec_tokens:
+            return False
+        rows = batch.running_rows
+        return len(rows) > 0 and not self._state.table.is_prefill_chunk[rows].any()
+
+    def _lack_of_blocks(self, request: Request, hit: PrefixHit, num_new: int) -> PassedOver | None:
+        """Why blocks do not suffice, if they do not: for this step, or for the whole request."""
+        kv = self._state.kv
+        num_tokens = hit.num_tokens + num_new + kv.num_lookahead
+        num_needed = kv.blocks_to_admit(num_tokens, hit)
+        if self._config.reserve_full_sequence:
+            num_needed = max(num_needed, kv.blocks_to_admit(len(request.token_ids), hit))
+        # Alone, a request needs no reserve for others' growth: no deadlock.
+        num_reserved = self._num_watermark_blocks if self._state.table.num_running else 0
+        num_free = kv.pool.num_free
+        if num_needed + num_reserved <= num_free:
+            return None
+        reason = WaitReason.BLOCKS if num_needed > num_free else WaitReason.WATERMARK
+        return PassedOver(request.key, request.request_id, reason, num_needed, num_free)
+
+    def _admit(self, batch: StepBatch, request: Request, fit: Fit) -> None:
+        state = self._state
+        is_resumed = request.status is RequestStatus.PREEMPTED
+        num_tokens = len(request.token_ids)
+        num_cached = fit.hit.num_tokens
+        token_ids = request.token_ids
+        row = state.table.place(request)
+        batch.row_requests.append(
+            RowRequest(row, request.key, request.request_id, token_ids, request.num_prompt_tokens)
+        )
+        state.table.num_computed[row] = num_cached
+        batch.grow(row, state.kv.admit(row, fit.hit, fit.num_new_tokens))
+        num_drafts = min(fit.num_drafts, max(num_cached + fit.num_new_tokens - num_tokens, 0))
+        batch.add(row, num_cached, fit.num_new_tokens, num_tokens, num_drafts)
+        if request.num_cached_tokens < 0:
+            request.num_cached_tokens = num_cached
+        batch.admissions.append(Admission(request.key, request.request_id, num_cached, is_resumed))
+        request.history.admitted(batch.step_id, batch.now, num_cached, is_resumed=is_resumed)
+        if state.kv.is_looked_up(request):
+            self._count(num_tokens, num_cached, is_resumed=is_resumed)
+
+    def take_stats(self) -> PrefixCacheStats:
+        """Prefix-cache statistics of the admissions since the last call."""
+        taken, self._stats = self._stats, PrefixCacheStats()
+        return taken
+
+    def _count(self, num_tokens: int, num_hit_tokens: int, *, is_resumed: bool) -> None:
+        stats = self._stats
+        if is_resumed:
+            self._stats = replace(
+                stats,
+                num_resumed_requests=stats.num_resumed_requests + 1,
+                num_resumed_queried_tokens=stats.num_resumed_queried_tokens + num_tokens,
+                num_resumed_hit_tokens=stats.num_resumed_hit_tokens + num_hit_tokens,
+            )
+        else:
+            self._stats = replace(
+                stats,
+                num_requests=stats.num_requests + 1,
+                num_queried_tokens=stats.num_queried_tokens + num_tokens,
+                num_hit_tokens=stats.num_hit_tokens + num_hit_tokens,
+            )
+
+    def _pass_over(self, batch: StepBatch, request: Request, reason: WaitReason) -> None:
+        self._note(batch, request, _passed_over(request, reason))
+
+    @staticmethod
+    def _note(batch: StepBatch, request: Request, fact: PassedOver) -> None:
+        batch.passed_over.append(fact)
+        request.history.passed_over(fact, batch.step_id, batch.now)
+
+
+def _passed_over(request: Request, reason: WaitReason) -> PassedOver:
+    return PassedOver(request.key, request.request_id, reason)

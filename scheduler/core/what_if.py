@@ -1,0 +1,257 @@
+"""What other settings would have made of a recorded run: its requests, their tokens, its arrivals.
+
+Requests arrive, become ready and are aborted at the same steps as in the recording, and are given
+the tokens they were given there; after those, token 0. Drafts are accepted at the recording's rate.
+Steps are counted, not timed: a changed budget changes how long a step takes.
+"""
+
+from collections import deque
+from collections.abc import Sequence
+from dataclasses import dataclass, fields, replace
+from typing import Any, get_args, get_type_hints
+
+import numpy as np
+
+from scheduler.core.plan import Pause, SchedulerConfig, StepPlan, StepResult
+from scheduler.core.scheduler import SchedulerCore
+from scheduler.core.trace import Record, trace_config, trace_request
+
+# A run that needs so many times the recording's steps does not come to an end.
+MAX_STEPS_FACTOR = 50
+MIN_STEPS = 10_000
+
+
+@dataclass(frozen=True, slots=True)
+class Outcome:
+    """How a run went, in sums. Steps waited: from arrival to the first admission."""
+
+    num_steps: int
+    num_finished: int
+    num_output_tokens: int
+    num_preemptions: int
+    num_recomputed_tokens: int
+    num_cached_tokens: int
+    mean_steps_waited: float
+    max_steps_waited: int
+
+
+def settings(trace: Record) -> SchedulerConfig:
+    """What a trace was recorded with."""
+    return trace_config(trace)
+
+
+def changed(config: SchedulerConfig, changes: Sequence[str]) -> SchedulerConfig:
+    """Settings with `name=value` changes applied.
+
+    Raises:
+        ValueError: no such setting, or no such value of it.
+    """
+    types = get_type_hints(SchedulerConfig)
+    values: dict[str, Any] = {}
+    for change in changes:
+        name, is_set, text = change.partition("=")
+        if name not in types or not is_set:
+            names = ", ".join(field.name for field in fields(SchedulerConfig))
+            raise ValueError(f"{change!r}: expected NAME=VALUE with NAME one of {names}")
+        values[name] = _parsed(name, text, types[name])
+    return replace(config, **values)
+
+
+def _parsed(name: str, text: str, kind: Any) -> Any:
+    if kind is bool:
+        if text.lower() not in {"true", "false"}:
+            raise ValueError(f"{name}={text}: expected true or false")
+        return text.lower() == "true"
+    if kind in {int, float}:
+        try:
+            return kind(text)
+        except ValueError:
+            raise ValueError(f"{name}={text}: expected a number") from None
+    choices = [choice for arg in get_args(kind) for choice in (get_args(arg) or (arg,))]
+    choices = [choice for choice in choices if isinstance(choice, str)]
+    if text == "none" and type(None) in get_args(kind):
+        return None
+    if text not in choices:
+        raise ValueError(f"{name}={text}: expected one of {', '.join(choices)}")
+    return text
+
+
+def recorded_outcome(trace: Record) -> Outcome:
+    """How the recorded run went."""
+    sums = _Sums()
+    computed: dict[str, int] = {}
+    for step in trace["steps"]:
+        for name in step.get("add", ()):
+            sums.arrived(name, step["i"])
+        plan = step.get("sched", {})
+        for name in plan.get("preempted", ()):
+            sums.preempted(computed.get(name, 0))
+        for name in plan.get("new", ()):
+            sums.admitted(name, step["i"], plan["hit"][name])
+        sums.num_cached_tokens += sum(plan["hit"][name] for name in plan.get("resumed", ()))
+        for output in step.get("update", {}).get("out", ()):
+            sums.num_output_tokens += len(output["tokens"])
+            sums.num_finished += "finish" in output
+        computed = {name: fields[1] for name, fields in step["state"]["reqs"].items()}
+    return sums.outcome(len(trace["steps"]))
+
+
+def try_settings(trace: Record, config: SchedulerConfig) -> Outcome:
+    """Run a trace's workload under other settings, until it is done."""
+    return _Trial(trace, config).run()
+
+
+class _Sums:
+    def __init__(self) -> None:
+        self.num_finished = self.num_output_tokens = self.num_preemptions = 0
+        self.num_recomputed_tokens = self.num_cached_tokens = 0
+        self._arrivals: dict[str, int] = {}
+        self._waits: dict[str, int] = {}
+
+    def arrived(self, name: str, step: int) -> None:
+        self._arrivals[name] = step
+
+    def admitted(self, name: str, step: int, num_cached: int) -> None:
+        self.num_cached_tokens += num_cached
+        self._waits.setdefault(name, step - self._arrivals[name])
+
+    def preempted(self, num_lost: int) -> None:
+        self.num_preemptions += 1
+        self.num_recomputed_tokens += num_lost
+
+    def outcome(self, num_steps: int) -> Outcome:
+        waits = list(self._waits.values())
+        return Outcome(
+            num_steps=num_steps,
+            num_finished=self.num_finished,
+            num_output_tokens=self.num_output_tokens,
+            num_preemptions=self.num_preemptions,
+            num_recomputed_tokens=self.num_recomputed_tokens,
+            num_cached_tokens=self.num_cached_tokens,
+            mean_steps_waited=sum(waits) / len(waits) if waits else 0.0,
+            max_steps_waited=max(waits, default=0),
+        )
+
+
+class _Trial:
+    """A closed loop: a core, and a worker that repeats the recording's tokens."""
+
+    def __init__(self, trace: Record, config: SchedulerConfig) -> None:
+        self._trace = trace
+        self._config = config
+        self._core = SchedulerCore(config)
+        self._sums = _Sums()
+        self._names: list[str] = []
+        self._key_by_name: dict[str, int] = {}
+        self._outputs = _outputs_by_name(trace)
+        self._num_given = dict.fromkeys(trace["requests"], 0)
+        self._acceptance = _acceptance(trace)
+        self._accepted_credit = 0.0
+        self._flights: deque[tuple[StepPlan, list[str]]] = deque()
+
+    def run(self) -> Outcome:
+        steps = self._trace["steps"]
+        max_steps = max(MIN_STEPS, MAX_STEPS_FACTOR * len(steps))
+        number = 0
+        while number < len(steps) or (self._core.has_unfinished and number < max_steps):
+            step = steps[number] if number < len(steps) else {}
+            if not step:
+                # Nobody will lift a pause, or bring a grammar, that the recording ended with.
+                self._core.set_pause(Pause.UNPAUSED)
+            self._give_inputs(step, number)
+            self._schedule(step, number)
+            for name in step.get("abort_mid", ()):
+                self._abort(name)
+            while len(self._flights) >= self._config.pipeline_depth:
+                self._update()
+            number += 1
+        return self._sums.outcome(number)
+
+    def _give_inputs(self, step: Record, number: int) -> None:
+        core = self._core
+        for control in step.get("ctl", ()):
+            if control[0] == "pause":
+                core.set_pause(Pause(control[1]))
+            else:
+                core.reset_prefix_cache(reset_running=control[1])
+        for name in step.get("add", ()):
+            request = trace_request(self._trace, name, len(self._names))
+            self._names.append(name)
+            self._sums.arrived(name, number)
+            if core.refusal(len(request.prompt_token_ids), request.max_tokens) is None:
+                self._key_by_name[name] = request.key
+                core.add_request(request, step.get("now", 0.0))
+        for name in step.get("ready", ()):
+            core.mark_ready(name)
+        for name in step.get("abort", ()):
+            self._abort(name)
+
+    def _abort(self, name: str) -> None:
+        if name in self._key_by_name:
+            self._core.abort(self._key_by_name[name])
+
+    def _schedule(self, step: Record, number: int) -> None:
+        plan = self._core.schedule(
+            step.get("now", 0.0), throttle_prefills=step.get("throttle", False)
+        )
+        for victim in plan.facts.victims:
+            self._sums.preempted(victim.num_lost_tokens)
+        for admission in plan.admissions:
+            name = self._names[admission.key]
+            self._sums.admitted(name, number, admission.num_cached_tokens)
+        keys = self._core.state.table.key[plan.rows].tolist()
+        self._flights.append((plan, [self._names[key] for key in keys]))
+
+    def _update(self) -> None:
+        plan, names = self._flights.popleft()
+        if not names:
+            return
+        is_chunk = self._core.state.flights[0].is_prefill_chunk.tolist()
+        num_drafts = plan.num_draft_tokens.tolist() or [0] * len(names)
+        tokens = [
+            [] if is_chunk[i] else self._next_tokens(name, num_drafts[i])
+            for i, name in enumerate(names)
+        ]
+        next_drafts = np.where(is_chunk, 0, self._config.num_spec_tokens).astype(np.int32)
+        result = StepResult(
+            step_id=plan.step_id,
+            num_sampled_tokens=np.array([len(ids) for ids in tokens], dtype=np.int32),
+            token_ids=np.array([i for ids in tokens for i in ids], dtype=np.int32),
+            num_draft_tokens=next_drafts,
+            draft_token_ids=np.zeros(next_drafts.sum(), dtype=np.int32),
+        )
+        output = self._core.update(result, 0.0)
+        self._sums.num_output_tokens += len(output.token_ids)
+        self._sums.num_finished += len(output.finished)
+        for key, count in zip(output.keys.tolist(), output.num_new_tokens.tolist(), strict=True):
+            self._num_given[self._names[key]] += count
+
+    def _next_tokens(self, name: str, num_drafts: int) -> list[int]:
+        self._accepted_credit += num_drafts * self._acceptance
+        num_accepted = min(int(self._accepted_credit), num_drafts)
+        self._accepted_credit -= num_accepted
+        start = self._num_given[name]
+        known = self._outputs[name][start : start + 1 + num_accepted]
+        return known + [0] * (1 + num_accepted - len(known))
+
+
+def _outputs_by_name(trace: Record) -> dict[str, list[int]]:
+    outputs: dict[str, list[int]] = {name: [] for name in trace["requests"]}
+    for step in trace["steps"]:
+        for output in step.get("update", {}).get("out", ()):
+            outputs[output["id"]] += output["tokens"]
+    return outputs
+
+
+def _acceptance(trace: Record) -> float:
+    """The share of drafts that the recorded worker accepted."""
+    num_drafted = num_accepted = 0
+    for step in trace["steps"]:
+        update = step.get("update")
+        if update is None:
+            continue
+        for name, drafts in trace["steps"][update["of"]]["sched"].get("spec", {}).items():
+            if name in update["sampled"]:
+                num_drafted += len(drafts)
+                num_accepted += len(update["sampled"][name]) - 1
+    return num_accepted / num_drafted if num_drafted else 0.5

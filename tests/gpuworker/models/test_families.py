@@ -1,0 +1,123 @@
+"""Every family on a tiny random checkpoint: the logits of transformers, however a batch is cut."""
+
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+import transformers
+
+from gpuworker.core.plan import SamplingSettings
+from gpuworker.models.errors import UnsupportedModelError
+from gpuworker.models.families import model_config
+from tests.gpuworker.driver import Driver
+from tests.gpuworker.tiny import LLAMA, VOCAB_SIZE, make_runner, save_checkpoint
+
+LLAMA3_ROPE = {
+    "rope_type": "llama3",
+    "rope_theta": 10000.0,
+    "factor": 4.0,
+    "low_freq_factor": 1.0,
+    "high_freq_factor": 4.0,
+    "original_max_position_embeddings": 64,
+}
+CONFIGS: dict[str, Any] = {
+    "llama": transformers.LlamaConfig(**LLAMA),
+    "llama with biases, tied": transformers.LlamaConfig(
+        **LLAMA, attention_bias=True, mlp_bias=True, tie_word_embeddings=True
+    ),
+    "llama3 rope": transformers.LlamaConfig(**LLAMA, rope_parameters=LLAMA3_ROPE),
+    "llama linear rope": transformers.LlamaConfig(
+        **LLAMA, rope_parameters={"rope_type": "linear", "rope_theta": 10000.0, "factor": 2.0}
+    ),
+}
+# The logits of a step are seen through log probabilities of the whole vocabulary.
+EVERY_TOKEN = SamplingSettings(temperature=0.0, num_logprobs=VOCAB_SIZE)
+
+
+@pytest.fixture(scope="module", params=CONFIGS.values(), ids=CONFIGS.keys())
+def checkpoint(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory) -> Any:
+    folder = tmp_path_factory.mktemp("checkpoint")
+    return folder, save_checkpoint(folder, request.param)
+
+
+def prompt(length: int, seed: int) -> list[int]:
+    return np.random.default_rng(seed).integers(6, VOCAB_SIZE, length).tolist()
+
+
+def expected_logprobs(model: Any, tokens: list[int]) -> torch.Tensor:
+    """[len(tokens), vocab_size], by transformers."""
+    with torch.inference_mode():
+        logits = model(torch.tensor([tokens])).logits[0]
+    return torch.log_softmax(logits.float(), dim=-1)
+
+
+def logprobs_by_row(result: Any) -> dict[int, torch.Tensor]:
+    """[num_sampled, vocab_size] of each row, back in the order of token ids."""
+    by_row = {}
+    for row in result.logprobs:
+        ids = torch.from_numpy(row.tokens.top_token_ids.astype(np.int64))
+        values = torch.from_numpy(row.tokens.top_logprobs)
+        by_row[row.row] = torch.empty_like(values).scatter_(1, ids, values)
+    return by_row
+
+
+def assert_matches(driver: Driver, result: Any, model: Any) -> None:
+    """Every sampled place of the result has the reference's distribution."""
+    for row, logprobs in logprobs_by_row(result).items():
+        request = driver.requests[row]
+        expected = expected_logprobs(model, request.tokens[:-1])[-len(logprobs) :]
+        torch.testing.assert_close(logprobs, expected, rtol=1e-4, atol=2e-5)
+
+
+def test_prefill_chunks_decodes_and_mixed_batches_match(checkpoint: tuple[Path, Any]) -> None:
+    folder, model = checkpoint
+    driver = Driver(make_runner(folder))
+    driver.add(4, prompt(70, seed=1), EVERY_TOKEN)
+    assert_matches(driver, driver.step({4: 70}), model)
+    driver.add(0, prompt(90, seed=2), EVERY_TOKEN)
+    driver.add(7, prompt(1, seed=3), EVERY_TOKEN)
+    for chunk in (33, 40, 17):
+        result = driver.step({4: 1, 0: chunk, 7: 1})
+        assert_matches(driver, result, model)
+    assert len(driver.requests[0].output) == 1
+    assert_matches(driver, driver.step({0: 1, 4: 1}), model)
+
+
+def test_a_preempted_request_goes_on_as_if_nothing_had_happened(
+    checkpoint: tuple[Path, Any],
+) -> None:
+    folder, model = checkpoint
+    driver = Driver(make_runner(folder))
+    driver.add(2, prompt(37, seed=4), EVERY_TOKEN)
+    driver.add(3, prompt(20, seed=5), EVERY_TOKEN)
+    driver.step({2: 37, 3: 20})
+    driver.step({2: 1, 3: 1})
+    old = driver.free(2)
+    driver.step({3: 1})
+    again = driver.add(6, old.tokens[:37], EVERY_TOKEN, output=old.output)
+    driver.step({6: 30, 3: 1})
+    result = driver.step({6: 9, 3: 1})
+    assert again.tokens[: len(old.tokens)] == old.tokens
+    assert_matches(driver, result, model)
+
+
+def test_an_unknown_architecture_lists_what_is_supported() -> None:
+    with pytest.raises(UnsupportedModelError, match="LlamaForCausalLM"):
+        model_config({"architectures": ["BloomForCausalLM"]})
+
+
+def test_an_unknown_rope_type_is_refused() -> None:
+    config = transformers.LlamaConfig(**LLAMA).to_dict()
+    config["architectures"] = ["LlamaForCausalLM"]
+    config["rope_parameters"] = {"rope_type": "yarn", "rope_theta": 1e4, "factor": 2.0}
+    with pytest.raises(UnsupportedModelError, match="yarn"):
+        model_config(config)
+
+
+def test_an_unknown_activation_is_refused() -> None:
+    config = transformers.LlamaConfig(**LLAMA, hidden_act="relu").to_dict()
+    config["architectures"] = ["LlamaForCausalLM"]
+    with pytest.raises(UnsupportedModelError, match="relu"):
+        model_config(config)

@@ -1,0 +1,304 @@
+"""The service over a real loopback connection, with a tiny model behind it."""
+
+import asyncio
+import threading
+from collections.abc import AsyncIterator
+from concurrent.futures import ThreadPoolExecutor
+from pathlib import Path
+from typing import Any
+
+import grpc
+import grpc.aio
+import pytest
+import transformers
+from grpc_health.v1 import health_pb2, health_pb2_grpc
+
+from gpuworker.core.plan import StepPlan, StepResult
+from gpuworker.engine import Engine
+from gpuworker.rpc.service import FULL_NAME, GpuWorkerService, Identity
+from headrace.service.channels import ChannelConfig, open_channel
+from headrace.service.columns import pack_int32, unpack_int32
+from headrace.service.errors import from_rpc_error
+from headrace.service.serving import GrpcServer, ServingConfig
+from headrace.v1 import common_pb2, gpuworker_pb2, gpuworker_pb2_grpc
+from tests.gpuworker.driver import GREEDY, Driver, int32
+from tests.gpuworker.tiny import LLAMA, make_runner, save_checkpoint
+
+PROMPT = [9, 20, 31, 42, 53]
+
+
+@pytest.fixture(scope="module")
+def checkpoint(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    folder = tmp_path_factory.mktemp("llama")
+    save_checkpoint(folder, transformers.LlamaConfig(**LLAMA))
+    return folder
+
+
+class GatedRunner:
+    """A runner whose steps wait until the gate is open: a long step, of a length we decide."""
+
+    def __init__(self, runner: Any) -> None:
+        self._runner = runner
+        self.limits = runner.limits
+        self.gate = threading.Event()
+        self.gate.set()
+        self.has_begun = threading.Event()
+        self.threads: set[str] = set()
+
+    @property
+    def num_requests(self) -> int:
+        return self._runner.num_requests
+
+    def reset(self) -> None:
+        self._runner.reset()
+
+    def execute(self, plan: StepPlan) -> StepResult:
+        self.threads.add(threading.current_thread().name)
+        self.has_begun.set()
+        assert self.gate.wait(30)
+        return self._runner.execute(plan)
+
+
+class Worker:
+    def __init__(self, service: GpuWorkerService, channel: grpc.aio.Channel, runner: Any) -> None:
+        self.service = service
+        self.stub = gpuworker_pb2_grpc.GpuWorkerStub(channel)
+        self.health = health_pb2_grpc.HealthStub(channel)
+        self.runner = runner
+
+
+@pytest.fixture
+async def worker(checkpoint: Path) -> AsyncIterator[Worker]:
+    """A worker whose model is not set yet: `load` it."""
+    with ThreadPoolExecutor(1, thread_name_prefix="model") as thread:
+        service = GpuWorkerService(Identity("w1", "tiny", "mixed"), thread)
+        server = GrpcServer(ServingConfig(), [FULL_NAME])
+        service.add_to(server.server)
+        address = await server.start()
+        channel = open_channel(address, ChannelConfig())
+        runner = GatedRunner(make_runner(checkpoint, num_kv_blocks=20))
+        yield Worker(service, channel, runner)
+        runner.gate.set()
+        await channel.close()
+        await server.stop(0)
+
+
+def load(worker: Worker) -> None:
+    worker.service.set_engine(Engine(worker.runner, "cpu", "float32"))
+
+
+def first_plan(row: int = 2, block: int = 5) -> gpuworker_pb2.StepPlan:
+    return gpuworker_pb2.StepPlan(
+        step_id=1,
+        row_requests=[
+            gpuworker_pb2.RowRequest(
+                row=row,
+                request_id="a",
+                token_ids=pack_int32(int32(*PROMPT)),
+                num_prompt_tokens=len(PROMPT),
+                sampling=common_pb2.SamplingParams(temperature=0.0),
+            )
+        ],
+        appended_block_rows=pack_int32(int32(row)),
+        appended_block_ids=pack_int32(int32(block)),
+        rows=pack_int32(int32(row)),
+        num_computed_tokens=pack_int32(int32(0)),
+        num_scheduled_tokens=pack_int32(int32(len(PROMPT))),
+    )
+
+
+def next_plan(step_id: int, row: int = 2) -> gpuworker_pb2.StepPlan:
+    return gpuworker_pb2.StepPlan(
+        step_id=step_id,
+        rows=pack_int32(int32(row)),
+        num_computed_tokens=pack_int32(int32(len(PROMPT) + step_id - 2)),
+        num_scheduled_tokens=pack_int32(int32(1)),
+    )
+
+
+def tokens_of(result: gpuworker_pb2.StepResult) -> list[int]:
+    return unpack_int32(result.token_ids, "token_ids").tolist()
+
+
+def expected_tokens(checkpoint: Path, count: int) -> list[int]:
+    driver = Driver(make_runner(checkpoint, num_kv_blocks=20))
+    driver.add(0, PROMPT, GREEDY)
+    return driver.finish(0, count)
+
+
+async def test_describe_is_unavailable_until_the_model_is_loaded(worker: Worker) -> None:
+    with pytest.raises(grpc.aio.AioRpcError) as caught:
+        await worker.stub.Describe(gpuworker_pb2.DescribeRequest())
+    error = from_rpc_error(caught.value)
+    assert (error.code, error.reason) == (grpc.StatusCode.UNAVAILABLE, "MODEL_LOADING")
+    assert error.retry_after_s
+
+
+async def test_describe_says_what_the_worker_is(worker: Worker) -> None:
+    load(worker)
+    first = (await worker.stub.Describe(gpuworker_pb2.DescribeRequest())).worker
+    assert (first.worker_id, first.model, first.device, first.dtype) == (
+        "w1",
+        "tiny",
+        "cpu",
+        "float32",
+    )
+    assert (first.block_size, first.num_kv_blocks, first.max_num_seqs) == (16, 19, 40)
+    assert (first.max_model_len, first.vocab_size) == (512, 160)
+    assert list(first.eos_token_ids) == [3, 5]
+    assert first.state == common_pb2.WORKER_STATE_READY
+    assert len(first.incarnation) > 16
+    again = (await worker.stub.Describe(gpuworker_pb2.DescribeRequest())).worker
+    assert again.incarnation == first.incarnation
+    assert Identity("w1", "tiny", "mixed").incarnation != first.incarnation
+
+
+async def test_steps_give_tokens_in_order(worker: Worker, checkpoint: Path) -> None:
+    load(worker)
+    call = worker.stub.Execute()
+    await call.write(first_plan())
+    results = [await call.read()]
+    for step_id in (2, 3):
+        await call.write(next_plan(step_id))
+        results.append(await call.read())
+    await call.done_writing()
+    assert await call.read() is grpc.aio.EOF
+    assert [r.step_id for r in results] == [1, 2, 3]
+    assert [t for r in results for t in tokens_of(r)] == expected_tokens(checkpoint, 3)
+    assert all(r.elapsed_s > 0 for r in results)
+    assert len(worker.runner.threads) == 1
+
+
+async def test_the_next_plan_may_come_before_the_previous_result(
+    worker: Worker, checkpoint: Path
+) -> None:
+    load(worker)
+    worker.runner.gate.clear()
+    call = worker.stub.Execute()
+    for plan in (first_plan(), next_plan(2), next_plan(3)):
+        await call.write(plan)
+    worker.runner.gate.set()
+    results = [await call.read() for _ in range(3)]
+    assert [t for r in results for t in tokens_of(r)] == expected_tokens(checkpoint, 3)
+    call.cancel()
+
+
+async def test_other_calls_are_answered_during_a_long_step(worker: Worker) -> None:
+    load(worker)
+    worker.runner.gate.clear()
+    call = worker.stub.Execute()
+    await call.write(first_plan())
+    async with asyncio.timeout(10):
+        await worker.stub.Describe(gpuworker_pb2.DescribeRequest())
+        await worker.health.Check(health_pb2.HealthCheckRequest())
+    worker.runner.gate.set()
+    assert tokens_of(await call.read())
+    call.cancel()
+
+
+async def test_a_new_stream_takes_over_and_finds_every_row_empty(
+    worker: Worker, checkpoint: Path
+) -> None:
+    load(worker)
+    old = worker.stub.Execute()
+    await old.write(first_plan())
+    await old.read()
+    new = worker.stub.Execute()
+    await new.write(first_plan(block=7))
+    assert tokens_of(await new.read()) == expected_tokens(checkpoint, 1)
+    with pytest.raises(grpc.aio.AioRpcError) as caught:
+        await old.read()
+    assert from_rpc_error(caught.value).reason == "STREAM_REPLACED"
+    new.cancel()
+
+
+async def test_a_new_stream_takes_over_in_the_middle_of_a_step(
+    worker: Worker, checkpoint: Path
+) -> None:
+    load(worker)
+    worker.runner.gate.clear()
+    old = worker.stub.Execute()
+    for plan in (first_plan(), next_plan(2), next_plan(3)):
+        await old.write(plan)
+    new = worker.stub.Execute()
+    await new.write(first_plan(row=9))
+    worker.runner.gate.set()
+    assert tokens_of(await new.read()) == expected_tokens(checkpoint, 1)
+    await new.write(next_plan(2, row=9))
+    assert tokens_of(await new.read()) == expected_tokens(checkpoint, 2)[1:]
+    old.cancel()
+    new.cancel()
+
+
+async def test_a_broken_plan_ends_the_stream_with_a_clear_error(worker: Worker) -> None:
+    load(worker)
+    call = worker.stub.Execute()
+    await call.write(next_plan(2))
+    with pytest.raises(grpc.aio.AioRpcError) as caught:
+        await call.read()
+    error = from_rpc_error(caught.value)
+    assert error.code == grpc.StatusCode.INVALID_ARGUMENT
+    assert "row 2 is empty" in error.message
+
+
+async def test_a_column_of_odd_size_ends_the_stream_with_its_name(worker: Worker) -> None:
+    load(worker)
+    call = worker.stub.Execute()
+    await call.write(gpuworker_pb2.StepPlan(rows=b"12345"))
+    with pytest.raises(grpc.aio.AioRpcError) as caught:
+        await call.read()
+    assert from_rpc_error(caught.value).field == "rows"
+
+
+async def test_a_worker_serves_on_after_a_stream_broke(worker: Worker, checkpoint: Path) -> None:
+    load(worker)
+    call = worker.stub.Execute()
+    await call.write(first_plan())
+    await call.read()
+    call.cancel()
+    again = worker.stub.Execute()
+    await again.write(first_plan())
+    assert tokens_of(await again.read()) == expected_tokens(checkpoint, 1)
+    again.cancel()
+
+
+async def test_block_transfer_says_why_it_is_not_there(worker: Worker) -> None:
+    load(worker)
+    with pytest.raises(grpc.aio.AioRpcError) as caught:
+        await worker.stub.TransferBlocks(iter([gpuworker_pb2.BlockChunk()]))
+    error = from_rpc_error(caught.value)
+    assert (error.code, error.reason) == (grpc.StatusCode.UNIMPLEMENTED, "NO_BLOCK_TRANSFER")
+
+
+async def test_a_draining_worker_finishes_what_it_has_and_takes_no_stream(worker: Worker) -> None:
+    load(worker)
+    worker.runner.gate.clear()
+    call = worker.stub.Execute()
+    await call.write(first_plan())
+    assert await asyncio.to_thread(worker.runner.has_begun.wait, 10)
+    assert not await worker.service.drain(0.01)
+    draining = asyncio.create_task(worker.service.drain(10))
+    with pytest.raises(grpc.aio.AioRpcError) as caught:
+        await worker.stub.Execute().read()
+    assert from_rpc_error(caught.value).reason == "DRAINING"
+    described = await worker.stub.Describe(gpuworker_pb2.DescribeRequest())
+    assert described.worker.state == common_pb2.WORKER_STATE_DRAINING
+    worker.runner.gate.set()
+    assert tokens_of(await call.read())
+    await call.write(next_plan(2))
+    assert tokens_of(await call.read())
+    assert not draining.done()
+    await call.write(gpuworker_pb2.StepPlan(step_id=3, freed_rows=pack_int32(int32(2))))
+    assert not tokens_of(await call.read())
+    assert await draining
+    call.cancel()
+
+
+async def test_a_worker_whose_stream_is_gone_has_nothing_to_finish(worker: Worker) -> None:
+    load(worker)
+    call = worker.stub.Execute()
+    await call.write(first_plan())
+    await call.read()
+    call.cancel()
+    assert await worker.service.drain(10)
+    assert worker.runner.num_requests == 0

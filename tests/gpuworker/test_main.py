@@ -1,0 +1,96 @@
+"""The process: it listens at once, says when it is ready, and leaves when told."""
+
+import asyncio
+import os
+import signal
+import sys
+from pathlib import Path
+
+import grpc.aio
+import pytest
+import transformers
+from grpc_health.v1 import health_pb2, health_pb2_grpc
+
+from headrace.v1 import gpuworker_pb2, gpuworker_pb2_grpc
+from tests.gpuworker.tiny import LLAMA, save_checkpoint
+from tests.headrace.waiting import eventually
+
+pytestmark = pytest.mark.system
+
+
+async def start(*arguments: str) -> asyncio.subprocess.Process:
+    return await asyncio.create_subprocess_exec(
+        sys.executable,
+        "-m",
+        "gpuworker",
+        "--num-threads=1",
+        *arguments,
+        stderr=asyncio.subprocess.PIPE,
+        env=os.environ | {"HEADRACE_PARENT_DEATH": "1"},
+        cwd=Path(__file__).parents[2],
+    )
+
+
+async def test_serves_from_start_to_sigterm(tmp_path: Path) -> None:
+    save_checkpoint(tmp_path / "model", transformers.LlamaConfig(**LLAMA))
+    address_file = tmp_path / "address"
+    process = await start(
+        f"--model={tmp_path / 'model'}",
+        "--model-name=tiny",
+        "--worker-id=w7",
+        f"--address-file={address_file}",
+        "--num-kv-blocks=50",
+        "--block-size=32",
+        "--max-model-len=100",
+        "--max-num-seqs=3",
+        "--max-num-batched-tokens=64",
+        "--role=decode",
+    )
+
+    async def has_address() -> bool:
+        return address_file.exists()
+
+    await eventually(has_address, timeout_s=60)
+    async with grpc.aio.insecure_channel(address_file.read_text()) as channel:
+        health = health_pb2_grpc.HealthStub(channel)
+
+        async def is_serving() -> bool:
+            answer = await health.Check(health_pb2.HealthCheckRequest())
+            return answer.status == health_pb2.HealthCheckResponse.SERVING
+
+        await eventually(is_serving, timeout_s=60)
+        stub = gpuworker_pb2_grpc.GpuWorkerStub(channel)
+        worker = (await stub.Describe(gpuworker_pb2.DescribeRequest())).worker
+        assert (worker.worker_id, worker.model, worker.device) == ("w7", "tiny", "cpu")
+        assert (worker.num_kv_blocks, worker.block_size) == (50, 32)
+        assert (worker.max_model_len, worker.max_num_seqs) == (100, 3)
+        assert worker.max_num_batched_tokens == 64
+    process.send_signal(signal.SIGTERM)
+    _, stderr = await process.communicate()
+    assert process.returncode == 0
+    assert b"loaded tiny" in stderr
+
+
+async def test_a_truncated_model_ends_the_process_with_the_tensors_name(tmp_path: Path) -> None:
+    save_checkpoint(tmp_path, transformers.LlamaConfig(**LLAMA))
+    weights = tmp_path / "model.safetensors"
+    os.truncate(weights, weights.stat().st_size - 10)
+    process = await start(f"--model={tmp_path}")
+    _, stderr = await process.communicate()
+    assert process.returncode == 2
+    assert b"is truncated" in stderr
+    assert b"tensor '" in stderr
+
+
+async def test_stops_while_the_model_is_still_loading(tmp_path: Path) -> None:
+    save_checkpoint(tmp_path / "model", transformers.LlamaConfig(**LLAMA))
+    address_file = tmp_path / "address"
+    process = await start(f"--model={tmp_path / 'model'}", f"--address-file={address_file}")
+
+    async def has_address() -> bool:
+        return address_file.exists()
+
+    await eventually(has_address, timeout_s=60)
+    process.send_signal(signal.SIGTERM)
+    await process.communicate()
+    assert process.returncode == 0

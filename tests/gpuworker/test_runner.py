@@ -1,0 +1,225 @@
+"""The runner on a tiny model: company, preemption, drafts, log probabilities, failures."""
+
+from dataclasses import replace
+from pathlib import Path
+
+import numpy as np
+import pytest
+import torch
+import transformers
+
+from gpuworker.core.plan import PlanError, SamplingSettings, StepPlan
+from gpuworker.runner import ModelRunner
+from tests.gpuworker.driver import GREEDY, Driver, int32
+from tests.gpuworker.tiny import LLAMA, VOCAB_SIZE, make_runner, save_checkpoint
+
+SAMPLED = SamplingSettings(temperature=1.1, top_p=0.95, seed=2**63 + 5)
+
+
+@pytest.fixture(scope="module")
+def checkpoint(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    folder = tmp_path_factory.mktemp("llama")
+    # Depths above 1024, where oneDNN treats one row and many differently.
+    save_checkpoint(folder, transformers.LlamaConfig(**(LLAMA | {"intermediate_size": 1536})))
+    return folder
+
+
+@pytest.fixture(scope="module")
+def shared_runner(checkpoint: Path) -> ModelRunner:
+    return make_runner(checkpoint, num_kv_blocks=300)
+
+
+@pytest.fixture
+def driver(shared_runner: ModelRunner) -> Driver:
+    shared_runner.reset()
+    return Driver(shared_runner)
+
+
+def prompts(count: int, seed: int = 0) -> list[list[int]]:
+    rng = np.random.default_rng(seed)
+    return [rng.integers(6, VOCAB_SIZE, n).tolist() for n in rng.integers(1, 60, count)]
+
+
+def settings(i: int) -> SamplingSettings:
+    """Greedy and sampled, with and without truncation and penalties."""
+    kinds = (
+        GREEDY,
+        replace(SAMPLED, seed=i),
+        SamplingSettings(temperature=0.7, seed=i),
+        SamplingSettings(temperature=1.5, top_k=5, seed=i, frequency_penalty=0.5),
+        SamplingSettings(temperature=0.0, repetition_penalty=1.2),
+        SamplingSettings(temperature=1.0, min_p=0.02, seed=i, min_tokens=4),
+    )
+    return kinds[i % len(kinds)]
+
+
+def test_32_requests_with_preemptions_give_what_each_gives_alone(driver: Driver) -> None:
+    num_output = 12
+    alone = []
+    for i, tokens in enumerate(prompts(32)):
+        driver.add(0, tokens, settings(i))
+        alone.append(driver.finish(0, num_output))
+        driver.free(0)
+
+    rng = np.random.default_rng(1)
+    waiting = list(enumerate(prompts(32)))
+    outputs: dict[int, list[int]] = {}
+    index_by_row: dict[int, int] = {}
+    num_preemptions = 0
+    while waiting or index_by_row:
+        while waiting and len(index_by_row) < 10:
+            i, tokens = waiting.pop(0)
+            row = next(r for r in range(12) if r not in index_by_row)
+            driver.add(row, tokens, settings(i), output=outputs.get(i, ()))
+            index_by_row[row] = i
+        scheduled = {}
+        for row in rng.permutation(list(index_by_row)).tolist():
+            request = driver.requests[row]
+            left = len(request.tokens) - request.num_computed_tokens
+            scheduled[row] = min(left, int(rng.integers(1, 40)))
+        driver.step(scheduled)
+        for row, i in list(index_by_row.items()):
+            outputs[i] = driver.requests[row].output
+            is_done = len(outputs[i]) >= num_output
+            if is_done or rng.random() < 0.1:
+                old = driver.free(row)
+                del index_by_row[row]
+                if not is_done:
+                    num_preemptions += 1
+                    waiting.insert(0, (i, old.tokens[: old.num_prompt_tokens]))
+    assert num_preemptions > 10
+    assert [outputs[i][:num_output] for i in range(32)] == alone
+
+
+def test_a_first_chunk_samples_nothing(driver: Driver) -> None:
+    driver.add(3, prompts(1)[0] * 2)
+    result = driver.step({3: 4})
+    assert result.num_sampled_tokens.tolist() == [0]
+    assert result.token_ids.tolist() == []
+
+
+@pytest.mark.parametrize("sampling", [GREEDY, SAMPLED])
+def test_drafts_change_nothing_but_the_number_of_steps(
+    driver: Driver, sampling: SamplingSettings
+) -> None:
+    prompt = prompts(1, seed=3)[0]
+    driver.add(0, prompt, sampling)
+    expected = driver.finish(0, 14)
+    driver.free(0)
+
+    request = driver.add(1, prompt, sampling)
+    driver.step({1: len(prompt)})
+    wrong = [(token + 1) % VOCAB_SIZE for token in expected]
+    assert len(request.output) == 1
+    result = driver.step({1: 1}, {1: expected[1:4]})  # all right
+    assert result.num_sampled_tokens.tolist() == [4]
+    result = driver.step({1: 1}, {1: [*expected[5:7], wrong[7], expected[8]]})  # two right
+    assert result.num_sampled_tokens.tolist() == [3]
+    result = driver.step({1: 1}, {1: [wrong[8], expected[9]]})  # none right
+    assert result.num_sampled_tokens.tolist() == [1]
+    result = driver.step({1: 1}, {1: [-1, -1]})  # placeholders
+    assert result.num_sampled_tokens.tolist() == [1]
+    assert driver.finish(1, 14) == expected
+
+
+def test_draft_rows_share_a_batch_with_decodes_and_chunks(driver: Driver) -> None:
+    first, second = prompts(2, seed=4)
+    driver.add(0, first, GREEDY)
+    expected = driver.finish(0, 6)
+    driver.free(0)
+    driver.add(1, first, GREEDY)
+    driver.add(2, second, SAMPLED)
+    driver.step({1: len(first)})
+    driver.step({2: len(second) - 1, 1: 1}, {1: expected[1:4]})
+    driver.step({1: 1, 2: 1}, {1: [0]})
+    assert driver.requests[1].output[:6] == expected
+    assert len(driver.requests[2].output) == 1
+
+
+def test_penalties_see_accepted_drafts(driver: Driver) -> None:
+    sampling = SamplingSettings(temperature=0.0, frequency_penalty=2.0, presence_penalty=2.0)
+    prompt = prompts(1, seed=6)[0]
+    driver.add(0, prompt, sampling)
+    expected = driver.finish(0, 8)
+    driver.free(0)
+    driver.add(0, prompt, sampling)
+    driver.step({0: len(prompt)})
+    result = driver.step({0: 1}, {0: expected[1:7]})
+    assert result.num_sampled_tokens.tolist() == [7]
+    assert driver.requests[0].output == expected
+
+
+def test_logprobs_are_of_the_models_own_distribution(driver: Driver) -> None:
+    sampling = SamplingSettings(temperature=0.0, num_logprobs=3, logit_bias=((9, 100.0),))
+    driver.add(0, prompts(1)[0], sampling)
+    driver.add(1, prompts(1)[0], replace(GREEDY, num_logprobs=0))
+    n = len(prompts(1)[0])
+    result = driver.step({0: n, 1: n})
+    biased, plain = (row.tokens for row in result.logprobs)
+    assert biased is not None
+    assert plain is not None
+    assert biased.token_ids.tolist() == [9]
+    assert biased.ranks[0] > 1
+    assert biased.top_token_ids.shape == (1, 3)
+    assert plain.top_token_ids.shape == (1, 0)
+    assert plain.ranks.tolist() == [1]
+    assert plain.token_ids[0] == biased.top_token_ids[0, 0]
+    assert plain.logprobs[0] == biased.top_logprobs[0, 0]
+    assert biased.logprobs[0] < biased.top_logprobs[0, 2]
+
+
+def test_prompt_logprobs_come_with_the_chunks_that_computed_them(driver: Driver) -> None:
+    prompt = prompts(1, seed=8)[0]
+    sampling = replace(GREEDY, num_prompt_logprobs=2)
+    driver.add(0, prompt, sampling)
+    whole = driver.step({0: len(prompt)}).logprobs[0].prompt_tokens
+    assert whole is not None
+    assert whole.token_ids.tolist() == prompt[1:]
+    driver.add(1, prompt, sampling)
+    parts = [driver.step({1: 5}), driver.step({1: len(prompt) - 5})]
+    pieces = [part.logprobs[0].prompt_tokens for part in parts]
+    assert np.concatenate([p.token_ids for p in pieces if p]).tolist() == prompt[1:]
+    assert np.concatenate([p.logprobs for p in pieces if p]).tolist() == whole.logprobs.tolist()
+    assert not driver.step({0: 1, 1: 1}).logprobs
+
+
+def test_logits_that_are_not_finite_fail_only_their_row(
+    checkpoint: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    runner = make_runner(checkpoint)
+    driver = Driver(runner)
+    first, second = prompts(2, seed=9)
+    driver.add(0, first)
+    expected = driver.finish(0, 3)
+    driver.free(0)
+    driver.add(1, first)
+    driver.add(2, second)
+    driver.step({1: len(first), 2: len(second)})
+    # What a broken kernel or weight would do: one request's cache turns to NaN.
+    for layer in runner._kv:
+        layer.value[driver.requests[2].blocks[0]] = torch.nan
+    result = driver.step({1: 1, 2: 1})
+    assert [(error.row, "not finite" in error.message) for error in result.errors] == [(2, True)]
+    assert result.num_sampled_tokens.tolist() == [1, 0]
+    driver.free(2)
+    assert driver.finish(1, 3) == expected
+
+
+def test_an_empty_plan_gives_an_empty_result(driver: Driver) -> None:
+    result = driver.step({})
+    assert result.step_id == 0
+    assert result.num_sampled_tokens.tolist() == []
+
+
+def test_a_reset_runner_has_no_rows(driver: Driver) -> None:
+    driver.add(0, prompts(1)[0])
+    driver.step({0: 1})
+    driver.runner.reset()
+    plan = StepPlan(
+        step_id=1,
+        rows=int32(0),
+        num_computed_tokens=int32(1),
+        num_scheduled_tokens=int32(1),
+    )
+    with pytest.raises(PlanError, match="row 0 is empty"):
+        driver.runner.execute(plan)

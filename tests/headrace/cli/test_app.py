@@ -1,0 +1,98 @@
+"""The command itself: help, usage, exit codes."""
+
+import subprocess
+import sys
+import time
+
+import pytest
+
+from headrace.cli.app import _COMMANDS, main
+
+
+def test_help_lists_every_command_with_a_line(headrace):
+    result = headrace("--help")
+    assert result.exit_code == 0
+    for name, line in _COMMANDS.items():
+        assert name in result.output
+        assert line in result.output
+    assert "Exit codes" in result.output
+
+
+@pytest.mark.parametrize("name", [n for n in _COMMANDS if n != "replay"])
+def test_every_command_has_help_and_its_name(headrace, name):
+    result = headrace(name, "--help")
+    assert result.exit_code == 0, result.output
+    assert main.get_command(None, name).name == name
+
+
+def test_an_unknown_command_or_option_is_wrong_usage(headrace):
+    for arguments in (["frobnicate"], ["generate", "--frobnicate"], ["status"]):
+        result = headrace(*arguments)
+        assert result.exit_code == 2
+        assert "Traceback" not in result.output
+
+
+def test_the_version_is_told(headrace):
+    assert headrace("--version").stdout.startswith("headrace")
+
+
+IMPORTED = """
+import sys
+from headrace.cli.app import main
+try:
+    main(["--help"])
+except SystemExit:
+    pass
+heavy = {"grpc", "redis", "msgspec", "numpy", "asyncio", "opentelemetry"} & set(sys.modules)
+sys.exit(" ".join(heavy) or 0)
+"""
+
+
+def test_help_is_there_at_once_because_nothing_heavy_is_imported():
+    process = subprocess.Popen(
+        [sys.executable, "-c", IMPORTED], stdout=subprocess.DEVNULL, stderr=subprocess.PIPE
+    )
+    _, heavy = process.communicate(timeout=20)
+    assert (process.returncode, heavy) == (0, b"")
+
+
+@pytest.mark.system
+def test_help_takes_less_than_a_moment(command):
+    command("--help").communicate()
+
+    def took():
+        begin = time.perf_counter()
+        command("--help").communicate()
+        return time.perf_counter() - begin
+
+    assert min(took() for _ in range(5)) < 0.15 * 3, "three times the goal, for a busy machine"
+
+
+@pytest.mark.system
+def test_a_closed_pipe_ends_help_quietly(command):
+    process = command("--help")
+    process.stdout.close()
+    process.wait(10)
+    assert process.returncode in {0, 141}
+    assert process.stderr.read() == b""
+
+
+def test_no_server_is_exit_code_3_and_says_what_to_do(headrace, unused_tcp_port):
+    for arguments in (["generate", "hi"], ["models"], ["abort", "x"], ["status", "x"]):
+        result = headrace(*arguments, "--server", f"127.0.0.1:{unused_tcp_port}")
+        assert result.exit_code == 3, result.output
+        assert "headrace serve" in result.stderr
+        assert "--server" in result.stderr
+        assert result.stderr.count("\n") == 1
+
+
+def test_a_server_without_a_port_is_wrong_usage(headrace):
+    result = headrace("models", "--server", "localhost")
+    assert result.exit_code == 2
+    assert "HOST:PORT" in result.stderr
+
+
+def test_a_token_file_that_is_not_there_is_one_clear_line(headrace):
+    result = headrace("models", "--auth-token-file", "/no/such/token")
+    assert result.exit_code == 2
+    assert "/no/such/token" in result.stderr

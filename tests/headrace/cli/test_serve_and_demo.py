@@ -1,0 +1,145 @@
+"""`headrace serve` and `demo` as real processes; the services are stand-ins."""
+
+import os
+import re
+import signal
+import subprocess
+import sys
+from pathlib import Path
+
+import psutil
+import pytest
+
+pytestmark = pytest.mark.system
+
+STAND_IN = """
+import runpy, sys
+sys.argv.insert(1, {name!r})
+runpy.run_module("tests.headrace.fake_service", run_name="__main__", alter_sys=False)
+"""
+
+
+@pytest.fixture
+def start(tmp_path):
+    """Starts the command with stand-in services and a model file that is one by name only."""
+    for name in ("gpuworker", "scheduler", "router"):
+        (tmp_path / f"{name}.py").write_text(STAND_IN.format(name=name))
+    (tmp_path / "fake.gguf").write_bytes(b"GGUF")
+    path = os.pathsep.join([str(tmp_path), str(Path.cwd())])
+    started = []
+
+    def run(*arguments, **environment):
+        process = subprocess.Popen(
+            [sys.executable, "-m", "headrace", *arguments, "--model", str(tmp_path / "fake.gguf")],
+            stdout=subprocess.PIPE,
+            stderr=subprocess.PIPE,
+            text=True,
+            env=os.environ | {"PYTHONPATH": path} | environment,
+        )
+        started.append(process)
+        return process
+
+    yield run
+    for process in started:
+        process.kill()
+        process.communicate()
+
+
+def read_until(stream, text):
+    lines = []
+    while text not in (line := stream.readline()):
+        assert line, "".join(lines)
+        lines.append(line)
+    return "".join([*lines, line])
+
+
+def test_serve_says_how_to_talk_to_it_and_stops_clean(start, headrace):
+    process = start("serve", "--port", "0")
+    said = read_until(process.stdout, "Ctrl-C stops it")
+    address = re.search(r"Serving fake at (\S+)", said)[1]
+    assert f"headrace chat --server {address}" in said
+    assert headrace("generate", "hi", "--server", address).stdout == "hi\n"
+    children = psutil.Process(process.pid).children(recursive=True)
+    assert len(children) == 4
+    process.send_signal(signal.SIGTERM)
+    _, errors = process.communicate(timeout=20)
+    assert process.returncode == 0, errors
+    assert re.search(r"loading fake +\d+\.\d s\n", errors)
+    assert not [child for child in children if child.is_running()]
+
+
+def test_ctrl_c_stops_serve_with_success(start):
+    process = start("serve", "--port", "0", "--store-url", "")
+    read_until(process.stdout, "Ctrl-C stops it")
+    process.send_signal(signal.SIGINT)
+    _, errors = process.communicate(timeout=20)
+    assert process.returncode == 0
+    assert "Traceback" not in errors
+
+
+def test_serve_passes_its_options_to_the_services(start, tmp_path):
+    (tmp_path / "all.toml").write_text("")
+    process = start(
+        *("serve", "--port", "0", "--store-url", "", "--device", "cpu", "--num-kv-blocks", "64"),
+        *("--max-model-len", "512", "--log-level", "info", "--config", str(tmp_path / "all.toml")),
+    )
+    read_until(process.stdout, "Ctrl-C stops it")
+    process.terminate()
+    _, errors = process.communicate(timeout=20)
+    worker = next(line for line in errors.splitlines() if "[gpuworker] pid" in line)
+    for flag in ("--device cpu", "--num-kv-blocks 64", "--max-model-len 512", "--log-level info"):
+        assert flag in worker
+    assert errors.count("--config") == 3
+
+
+def test_serve_explains_a_service_that_does_not_start(start):
+    process = start("serve", "--port", "0", FAKE_GPUWORKER="crash")
+    _, errors = process.communicate(timeout=20)
+    assert process.returncode == 1
+    assert "Error: gpuworker ended (1); its last lines:" in errors
+    assert "out of memory, or so" in errors
+    assert "Traceback" not in errors
+
+
+def test_serve_says_when_a_service_dies_later(start):
+    process = start("serve", "--port", "0", "--store-url", "")
+    read_until(process.stdout, "Ctrl-C stops it")
+    errors = read_until(process.stderr, "[router] store")
+    os.kill(int(re.search(r"\[scheduler\] pid (\d+)", errors)[1]), signal.SIGKILL)
+    _, errors = process.communicate(timeout=20)
+    assert process.returncode == 1
+    assert "scheduler was killed by SIGKILL" in errors
+
+
+def test_an_unknown_model_is_one_clear_line():
+    done = subprocess.run(
+        [sys.executable, "-m", "headrace", "serve", "--model", "smollm2-135m-instuct"],
+        capture_output=True,
+        text=True,
+        check=False,
+    )
+    assert done.returncode == 1
+    assert "did you mean smollm2-135m-instruct?" in done.stderr
+    assert "Traceback" not in done.stderr
+
+
+def test_demo_streams_an_answer_and_figures_and_leaves_nothing(start):
+    process = start("demo", "--prompt", "to be or not")
+    output, errors = process.communicate(timeout=30)
+    assert process.returncode == 0, errors
+    answer, figures = output.strip().rsplit("\n\n", 1)
+    assert answer == "> to be or not\n\nto be or not"
+    assert re.fullmatch(r"4 tokens in .* s: TTFT .* ms, TPOT .* ms, .* tokens/s", figures)
+    for step in ("starting the status store", "loading fake", "stopping"):
+        assert re.search(rf"  {step}  \d+\.\d s\n", errors)
+
+
+def test_ctrl_c_in_the_demo_stops_everything(start):
+    process = start("demo", "--prompt", "to hang")
+    read_until(process.stdout, "to")
+    children = psutil.Process(process.pid).children(recursive=True)
+    process.send_signal(signal.SIGINT)
+    _, errors = process.communicate(timeout=20)
+    assert process.returncode == 130
+    assert "Traceback" not in errors
+    assert not [child for child in children if child.is_running()]

@@ -1,0 +1,61 @@
+"""Stands in for gpuworker, scheduler and router: binds, says where, serves health, drains.
+
+FAKE_<NAME> in the environment makes one misbehave: "crash" at start, "stubborn" at SIGTERM,
+"late" in having its model ready. FAKE_READY_WORKERS is how many a router says are ready.
+"""
+
+import argparse
+import asyncio
+import os
+import signal
+import sys
+
+from headrace.service.process import ProcessConfig, write_address
+from headrace.service.serving import ServingConfig, wait_for_signal
+from headrace.v1 import inference_pb2
+from tests.headrace import fake_inference
+
+
+class Unready(fake_inference.FakeInference):
+    """Has no worker for the first answers."""
+
+    num_asked = 0
+
+    async def ListModels(self, request, context):
+        self.num_asked += 1
+        if self.num_asked < 3:
+            return inference_pb2.ListModelsResponse()
+        return await super().ListModels(request, context)
+
+
+async def main() -> None:
+    parser = argparse.ArgumentParser()
+    parser.add_argument("name")
+    parser.add_argument("--listen")
+    parser.add_argument("--address-file")
+    parser.add_argument("--tls-cert-file", default="")
+    parser.add_argument("--tls-key-file", default="")
+    arguments, others = parser.parse_known_args()
+    behaviour = os.environ.get(f"FAKE_{arguments.name.upper()}", "")
+    print(f"pid {os.getpid()} got {' '.join(others)}", file=sys.stderr, flush=True)
+    print(f"store {os.environ.get('HEADRACE_ROUTER_STORE_URL', '-')}", file=sys.stderr, flush=True)
+    if behaviour == "crash":
+        sys.exit("out of memory, or so")
+    if behaviour == "late":
+        fake_inference.FakeInference = Unready
+    config = ServingConfig(
+        listen=arguments.listen,
+        tls_cert_file=arguments.tls_cert_file,
+        tls_key_file=arguments.tls_key_file,
+    )
+    _, server, address = await fake_inference.start(config)
+    write_address(ProcessConfig(address_file=arguments.address_file), address)
+    if behaviour == "stubborn":
+        signal.signal(signal.SIGTERM, signal.SIG_IGN)
+        await asyncio.Event().wait()
+    await wait_for_signal()
+    print("draining", file=sys.stderr, flush=True)
+    await server.stop(0)
+
+
+asyncio.run(main())

@@ -1,0 +1,238 @@
+"""A scheduler that speaks the real protocol and generates what a script says.
+
+It keeps no blocks and runs no model; everything else, the streams, the columns and the order of
+messages, is as a scheduler does it.
+"""
+
+import asyncio
+import contextlib
+import time
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, field
+
+import grpc
+import grpc.aio
+import numpy as np
+
+from headrace.service.columns import pack_int32, pack_uint32, unpack_int32
+from headrace.v1 import common_pb2, inference_pb2, scheduler_pb2, scheduler_pb2_grpc
+
+MODEL = "tiny"
+
+
+def worker(**changes):
+    values = {
+        "worker_id": "worker-0",
+        "incarnation": "one",
+        "model": MODEL,
+        "role": common_pb2.WORKER_ROLE_MIXED,
+        "state": common_pb2.WORKER_STATE_READY,
+        "max_model_len": 4096,
+        "block_size": 16,
+        "num_kv_blocks": 1024,
+        "max_num_seqs": 256,
+        "vocab_size": 100_000,
+        "num_free_kv_blocks": 1024,
+    }
+    return common_pb2.Worker(**(values | changes))
+
+
+@dataclass
+class Script:
+    """What a request generates, and how it ends if it is not ended before."""
+
+    token_ids: Sequence[int]
+    reason: int = common_pb2.FINISH_REASON_LENGTH
+    stop_token_id: int | None = None
+    message: str = ""
+
+
+@dataclass
+class Generation:
+    submission: scheduler_pb2.Submission
+    script: Script
+    connection: "Connection"
+    position: int = 0
+    is_admitted: bool = False
+
+    @property
+    def prompt_token_ids(self):
+        return unpack_int32(self.submission.prompt_token_ids, "prompt").tolist()
+
+    @property
+    def generated_token_ids(self):
+        return unpack_int32(self.submission.generated_token_ids, "generated").tolist()
+
+
+@dataclass(eq=False)
+class Connection:
+    outbox: asyncio.Queue = field(default_factory=asyncio.Queue)
+    live: dict[int, Generation] = field(default_factory=dict)
+
+
+class FakeScheduler:
+    """Each `step` gives every live request its next tokens; `is_paced` steps by itself."""
+
+    def __init__(self, *, script: Callable | None = None, is_paced=True, interval_s=0.0):
+        self.script = script or (lambda submission: Script([65] * submission.sampling.max_tokens))
+        self.is_paced = is_paced
+        self.interval_s = interval_s
+        self.tokens_per_step = 1
+        self.workers = [worker()]
+        self.submissions: list[scheduler_pb2.Submission] = []
+        self.cancellations: list[tuple[str, int]] = []
+        self.refusals: list[tuple[str, str]] = []  # what the next submissions get
+        self.is_draining = False
+        self.connections: list[Connection] = []
+        self.address = ""
+        self._pool_changed = asyncio.Event()
+        self._has_work = asyncio.Event()
+        self._server: grpc.aio.Server | None = None
+        self._stepper: asyncio.Task | None = None
+
+    async def start(self, address="127.0.0.1:0"):
+        self._server = grpc.aio.server(options=[("grpc.so_reuseport", 0)])
+        scheduler_pb2_grpc.add_SchedulerServicer_to_server(self, self._server)
+        port = self._server.add_insecure_port(address)
+        self.address = f"127.0.0.1:{port}"
+        await self._server.start()
+        self._stepper = asyncio.create_task(self._run_steps())
+        return self
+
+    async def stop(self):
+        self._stepper.cancel()
+        with contextlib.suppress(asyncio.CancelledError):
+            await self._stepper
+        await self._server.stop(0)
+
+    async def __aenter__(self):
+        return await self.start()
+
+    async def __aexit__(self, *_):
+        await self.stop()
+
+    @property
+    def live(self):
+        return [g for c in self.connections for g in c.live.values()]
+
+    def set_workers(self, *workers):
+        self.workers = list(workers)
+        self._pool_changed.set()
+
+    def step(self, num_tokens=None):
+        """One step for every live request, in one message per router."""
+        for connection in self.connections:
+            if connection.live:
+                update = self._step(connection, num_tokens or self.tokens_per_step)
+                connection.outbox.put_nowait(scheduler_pb2.SchedulerMessage(step_update=update))
+
+    def _step(self, connection, num_tokens):
+        handles, counts, token_ids = [], [], []
+        update = scheduler_pb2.StepUpdate()
+        for handle, generation in list(connection.live.items()):
+            script = generation.script
+            if not generation.is_admitted:
+                generation.is_admitted = True
+                update.admitted.add(
+                    handle=handle,
+                    num_cached_tokens=0,
+                    time_unix_s=time.time(),
+                    worker_id=generation.submission.worker_id,
+                )
+            new = list(script.token_ids[generation.position : generation.position + num_tokens])
+            generation.position += len(new)
+            if new:
+                handles.append(handle)
+                counts.append(len(new))
+                token_ids.extend(new)
+                self._add_logprobs(update, generation, new)
+            if generation.position >= len(script.token_ids):
+                finished = update.finished.add(
+                    handle=handle, reason=script.reason, message=script.message, num_preemptions=1
+                )
+                if script.stop_token_id is not None:
+                    finished.stop_token_id = script.stop_token_id
+                del connection.live[handle]
+        update.handles = pack_uint32(np.array(handles, np.uint32))
+        update.num_new_tokens = pack_int32(np.array(counts, np.int32))
+        update.token_ids = pack_int32(np.array(token_ids, np.int32))
+        return update
+
+    def _add_logprobs(self, update, generation, new):
+        sampling = generation.submission.sampling
+        if not sampling.HasField("logprobs") and not sampling.HasField("prompt_logprobs"):
+            return
+        entry = update.logprobs.add(handle=generation.submission.handle)
+        if sampling.HasField("logprobs"):
+            for token_id in new:
+                entry.tokens.add(token_id=token_id, logprob=-0.5, rank=1)
+        if sampling.HasField("prompt_logprobs") and generation.position == len(new):
+            for token_id in generation.prompt_token_ids[1:]:
+                entry.prompt_tokens.add(token_id=token_id, logprob=-1.5, rank=2)
+
+    async def _run_steps(self):
+        while True:
+            await self._has_work.wait()
+            if not any(c.live for c in self.connections) or not self.is_paced:
+                self._has_work.clear()
+                continue
+            self.step()
+            await asyncio.sleep(self.interval_s)
+
+    def resume(self):
+        self.is_paced = True
+        self._has_work.set()
+
+    async def Connect(self, requests, context):
+        connection = Connection()
+        self.connections.append(connection)
+        reader = asyncio.create_task(self._read(requests, connection))
+        try:
+            while True:
+                yield await connection.outbox.get()
+        finally:
+            reader.cancel()
+            self.connections.remove(connection)
+
+    async def _read(self, requests, connection):
+        async for message in requests:
+            for submission in message.submissions:
+                self._take(submission, connection)
+            for cancellation in message.cancellations:
+                generation = connection.live.pop(cancellation.handle, None)
+                if generation is not None:
+                    self.cancellations.append(
+                        (generation.submission.request_id, cancellation.reason)
+                    )
+                    update = scheduler_pb2.StepUpdate()
+                    update.finished.add(
+                        handle=cancellation.handle, reason=common_pb2.FINISH_REASON_ABORTED
+                    )
+                    connection.outbox.put_nowait(scheduler_pb2.SchedulerMessage(step_update=update))
+
+    def _take(self, submission, connection):
+        self.submissions.append(submission)
+        if self.refusals:
+            reason, text = self.refusals.pop(0)
+            message = scheduler_pb2.SchedulerMessage()
+            message.refusals.add(handle=submission.handle, reason=reason, message=text)
+            connection.outbox.put_nowait(message)
+            return
+        generation = Generation(submission, self.script(submission), connection)
+        generation.position = len(generation.generated_token_ids)
+        connection.live[submission.handle] = generation
+        self._has_work.set()
+
+    async def WatchPool(self, request, context):
+        while True:
+            self._pool_changed.clear()
+            yield scheduler_pb2.PoolSnapshot(
+                scheduler_id="fake", workers=self.workers, draining=self.is_draining
+            )
+            with contextlib.suppress(TimeoutError):
+                await asyncio.wait_for(self._pool_changed.wait(), 1.0)
+
+    async def Explain(self, request, context):
+        if not any(s.request_id == request.request_id for s in self.submissions):
+            await context.abort(grpc.StatusCode.NOT_FOUND, "not here")
+        return inference_pb2.ExplainResponse(request_id=request.request_id, cached_tokens=7)

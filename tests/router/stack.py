@@ -1,0 +1,123 @@
+"""A whole router in the test's process, between a fake scheduler and a real client."""
+
+import asyncio
+import contextlib
+from dataclasses import dataclass
+from typing import Any
+
+import grpc.aio
+
+from headrace.service.channels import ChannelConfig, open_channel
+from headrace.service.serving import GrpcServer, ServingConfig
+from headrace.status.states import Writer
+from headrace.status.store import StatusStore
+from headrace.v1 import inference_pb2, inference_pb2_grpc
+from router.__main__ import build_router
+from router.config import RouterConfig
+from router.prompts import PromptReader
+from router.router import Router
+from router.rpc.inference import FULL_NAME, InferenceServicer, Services
+from router.rpc.scheduler_client import SchedulerClient
+from tests.router.fake_scheduler import MODEL, FakeScheduler
+from tests.router.tiny_models import byte_level_model
+
+
+@dataclass
+class Stack:
+    """Everything of one test."""
+
+    router: Router
+    scheduler: FakeScheduler
+    stub: Any
+    channel: grpc.aio.Channel
+    address: str
+    services: Services
+
+    def generate(self, text="hello", *, timeout=20, metadata=(), **fields):
+        sampling = fields.pop("sampling", {"max_tokens": 8})
+        if not {"token_ids", "chat"} & fields.keys():
+            fields["text"] = text
+        request = inference_pb2.GenerateRequest(sampling=sampling, **fields)
+        return self.stub.Generate(request, timeout=timeout, metadata=metadata)
+
+    @staticmethod
+    async def rest(call):
+        """The messages that a call has not given yet, when some were taken with read."""
+        messages = []
+        while (message := await call.read()) is not grpc.aio.EOF:
+            messages.append(message)
+        return messages
+
+    async def answer(self, *args, **kwargs):
+        """All messages of a call that ends well."""
+        return [message async for message in self.generate(*args, **kwargs)]
+
+    async def text(self, *args, **kwargs):
+        messages = await self.answer(*args, **kwargs)
+        return "".join(output.text for message in messages for output in message.outputs)
+
+    async def until(self, condition):
+        """Wait until something is so; the test's own timeout ends it."""
+        async with asyncio.timeout(20):
+            while not condition():  # noqa: ASYNC110 the conditions are of many kinds
+                await asyncio.sleep(0.002)
+
+    @property
+    def is_empty(self):
+        router = self.router
+        return not (
+            router.num_live
+            or router.num_queued
+            or router.num_in_flight
+            or router._requests
+            or router._num_preparing
+            or len(router._deadlines)
+            or router.dispatcher.queue.num_tokens
+            or router.pool.num_in_flight()
+        )
+
+
+@contextlib.asynccontextmanager
+async def running_stack(*, schedulers=None, models=None, scheduler=None, store_url="", **settings):
+    config = RouterConfig(**settings)
+    async with contextlib.AsyncExitStack() as stack:
+        if schedulers is None:
+            schedulers = [await stack.enter_async_context(scheduler or FakeScheduler())]
+        store = await stack.enter_async_context(StatusStore(store_url, Writer.ROUTER))
+        prompts = PromptReader()
+        stack.callback(prompts.close)
+        router = build_router(config, store, "router-0")
+        clients = []
+        for one in schedulers:
+            channel = open_channel(one.address, ChannelConfig())
+            stack.push_async_callback(channel.close)
+            clients.append(SchedulerClient(one.address, channel, router, router_id="router-0"))
+        services = Services(
+            router=router,
+            models=models or {MODEL: byte_level_model()},
+            prompts=prompts,
+            schedulers=clients,
+            status=store,
+            max_prompt_bytes=config.max_prompt_bytes,
+        )
+        server = GrpcServer(ServingConfig(), [FULL_NAME])
+        InferenceServicer(services).add_to(server.server)
+        address = await server.start()
+        stack.push_async_callback(server.stop, 0)
+        tasks = [
+            asyncio.create_task(store.run()),
+            asyncio.create_task(router.run_deadlines()),
+            *(asyncio.create_task(client.run()) for client in clients),
+        ]
+        channel = open_channel(address, ChannelConfig())
+        stack.push_async_callback(channel.close)
+        stub = inference_pb2_grpc.InferenceStub(channel)
+        ours = Stack(router, schedulers[0], stub, channel, address, services)
+        try:
+            await ours.until(router.pool.reports)
+            yield ours
+            await ours.until(lambda: ours.is_empty)
+        finally:
+            for task in tasks:
+                task.cancel()
+            await asyncio.gather(*tasks, return_exceptions=True)
