@@ -55,6 +55,10 @@ def main(config_file: Path | None, **arguments: Any) -> None:
 
 async def serve(gpuworker: WorkerSettings, serving: ServingConfig, process: ProcessConfig) -> None:
     """Listen, load, serve until SIGTERM or SIGINT, then finish the steps in flight and stop."""
+    # OpenMP reads this when torch is loaded. A thread that spins for its siblings loses its core's
+    # time slice when anything else runs here: on a busy 2-core machine a step then takes 20 times
+    # as long. Sleeping instead costs an idle machine a few per cent.
+    os.environ.setdefault("OMP_WAIT_POLICY", "PASSIVE")
     # torch takes seconds to import: only here, so that --help and errors in flags are quick.
     from gpuworker.rpc.service import FULL_NAME, GpuWorkerService, Identity
 

@@ -15,6 +15,7 @@ import time
 import uuid
 from collections import defaultdict
 from collections.abc import AsyncGenerator, AsyncIterator, Iterable, Iterator, Sequence
+from contextlib import nullcontext
 from dataclasses import fields
 from typing import Any, Self
 
@@ -216,13 +217,14 @@ class HeadraceClient:
         )
 
     async def _call(self, method: str, request: Any) -> Any:
-        """One unary call, traced, its errors mapped."""
-        with telemetry.start_span(f"{_SERVICE}/{method}", kind=SpanKind.CLIENT) as span:
-            call = getattr(self._stub, method)(
-                request, timeout=_CALL_TIMEOUT_S, metadata=telemetry.outgoing_metadata(span)
+        """One unary call, its errors mapped; part of the caller's trace, but it begins none."""
+        name = f"{_SERVICE}/{method}"
+        is_traced = bool(telemetry.current_traceparent())
+        spanned = telemetry.start_span(name, kind=SpanKind.CLIENT) if is_traced else nullcontext()
+        with spanned, self._errors():
+            return await getattr(self._stub, method)(
+                request, timeout=_CALL_TIMEOUT_S, metadata=telemetry.outgoing_metadata()
             )
-            with self._errors():
-                return await call
 
     async def _stream(self, method: str, request: Any) -> AsyncGenerator[Delta, None]:
         """One streaming call, traced, its errors mapped, cancelled when we leave."""

@@ -23,7 +23,7 @@ from headrace.status.embedded import EmbeddedStore, EmbeddedStoreError
 T = TypeVar("T")
 Tell = Callable[[str], None]
 
-_POLL_S = 0.05
+_POLL_S = 0.1
 _NUM_LAST_LINES = 15
 _MAX_LINE_BYTES = 1 << 20
 _LAST_WORDS_S = 1.0

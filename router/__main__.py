@@ -17,6 +17,7 @@ import click
 
 from headrace.service import config, telemetry
 from headrace.service.channels import ChannelConfig, open_channel
+from headrace.service.model_files import ModelFilesError, resolve
 from headrace.service.process import ProcessConfig, run, write_address
 from headrace.service.serving import GrpcServer, ServingConfig, wait_for_signal
 from headrace.status.states import Writer
@@ -134,14 +135,11 @@ def build_router(settings: RouterConfig, store: StatusStore, router_id: str) -> 
 
 def load_models(settings: RouterConfig) -> dict[str, ModelText]:
     """The text side of each model served here, by the name that requests use."""
-    path = Path(settings.model)
-    if not path.exists():
-        raise config.ConfigError(f"--model {settings.model}: no such folder or file")
     try:
-        text = load_model_text(path)
-    except (UnsupportedTokenizerError, ChatTemplateError) as error:
+        text = load_model_text(resolve(settings.model))
+    except (ModelFilesError, UnsupportedTokenizerError, ChatTemplateError) as error:
         raise config.ConfigError(f"--model {settings.model}: {error}") from error
-    return {settings.model_name or path.stem: text}
+    return {settings.model_name or Path(settings.model).name.removesuffix(".gguf"): text}
 
 
 async def drain(router: Router, timeout_s: float) -> None:

@@ -1,8 +1,12 @@
 """Fixtures of every test."""
 
+import os
 from pathlib import Path
 
 import pytest
+
+# As the gpuworker sets it, and before any test imports torch: a busy machine must not stall us.
+os.environ.setdefault("OMP_WAIT_POLICY", "PASSIVE")
 
 
 @pytest.fixture(scope="session")

@@ -31,7 +31,7 @@ def demo(prompt: str, max_tokens: int, **arguments: Any) -> None:
     """
     with Steps() as steps:
         config = make_config(arguments, steps)
-        run(_demo(config, steps, prompt, max_tokens))
+        run(_demo(config, steps, prompt, max_tokens), otlp_endpoint=arguments["otlp_endpoint"])
 
 
 async def _demo(config: "LocalConfig", steps: Steps, prompt: str, max_tokens: int) -> None:

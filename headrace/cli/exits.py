@@ -40,13 +40,29 @@ def explained(error: "ServiceError") -> Failure:
     return Failure(f"{error.message}{retry} [{error.reason}]")
 
 
-def run(work: Coroutine[Any, Any, T], runner: Callable[..., T] | None = None) -> T:
-    """Runs a command's work to its end, ServiceError becoming Failure."""
+def run(
+    work: Coroutine[Any, Any, T],
+    runner: Callable[..., T] | None = None,
+    *,
+    otlp_endpoint: str | None = None,
+) -> T:
+    """Runs a command's work to its end, traced if there is an endpoint for traces.
+
+    ServiceError becomes Failure. runner runs the work; None: a new event loop.
+    """
     import asyncio
 
+    from headrace.service import telemetry
     from headrace.service.errors import ServiceError
 
+    try:
+        traces = telemetry.setup("headrace-cli", otlp_endpoint)
+    except ValueError as error:
+        work.close()
+        raise click.UsageError(str(error)) from error
     try:
         return (runner or asyncio.run)(work)
     except ServiceError as error:
         raise explained(error) from error
+    finally:
+        traces.shutdown()

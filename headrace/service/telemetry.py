@@ -258,24 +258,19 @@ def incoming_traceparent(context: grpc.aio.ServicerContext[Any, Any]) -> str | N
 class ServerSpans(grpc.aio.ServerInterceptor):
     """A SERVER span around each call, ended with the status the caller gets, cancelled ones too.
 
-    A stream without a caller's trace gets none: a span is exported when it ends, and our streams
-    between services last as long as the processes. A service that begins a trace inside a stream
-    opens the span itself. Health checks and reflection are not traced.
+    A call without a caller's trace gets none: most are polls, or streams that last as long as the
+    services at both ends. A service opens the span itself where a trace shall begin.
     """
 
     async def intercept_service(
         self, continuation: Callable[..., Any], handler_call_details: grpc.HandlerCallDetails
     ) -> Any:
         handler = await continuation(handler_call_details)
-        method = handler_call_details.method
-        if handler is None or method.startswith("/grpc."):
-            return handler
         metadata = dict(handler_call_details.invocation_metadata or ())
         traceparent = metadata.get("traceparent", "")
-        is_stream = handler.request_streaming or handler.response_streaming
-        if is_stream and not traceparent:
+        if handler is None or not traceparent:
             return handler
-        return _traced(handler, method, str(traceparent))
+        return _traced(handler, handler_call_details.method, str(traceparent))
 
 
 def _traced(handler: Any, method: str, traceparent: str) -> Any:

@@ -12,6 +12,7 @@ from collections.abc import Callable, Iterable, Sequence
 from dataclasses import fields
 from typing import Any, Self, cast
 
+import msgspec
 import redis.asyncio
 from redis.asyncio.retry import Retry
 from redis.backoff import NoBackoff
@@ -40,29 +41,32 @@ _CREDENTIAL_ERRORS = (
     NoPermissionError,
 )
 
+# KEYS: a record for each update. ARGV: the updates as JSON, [state, epoch, [field, value, ...]]
+# each; one call for all, because redis-py's cost is per call. RULES is the table, as Lua.
 _SCRIPT = """
-local state, epoch = unpack(redis.call('HMGET', KEYS[1], 'state', 'epoch'))
-local target, new_epoch = ARGV[1], tonumber(ARGV[2])
-local function listed(states) return string.find(states, ' ' .. state .. ' ', 1, true) end
-local verdict
-if not state then
-  verdict = ARGV[3] == '1' and 'APPLIED' or 'EARLY'
-elseif new_epoch < tonumber(epoch) then
-  verdict = 'STALE'
-elseif new_epoch > tonumber(epoch) then
-  verdict = listed(ARGV[5]) and 'APPLIED' or listed(ARGV[7]) and 'EARLY' or 'ILLEGAL'
-elseif state == target then
-  verdict = 'REPEATED'
-else
-  verdict = listed(ARGV[4]) and 'APPLIED' or listed(ARGV[6]) and 'EARLY' or 'ILLEGAL'
+local function judge(rule, target, new_epoch, state, epoch)
+  if not state then return rule.creates and 'APPLIED' or 'EARLY' end
+  if new_epoch < epoch then return 'STALE' end
+  if new_epoch > epoch then
+    return rule.retakes[state] and 'APPLIED' or LIVE[state] and 'EARLY' or 'ILLEGAL'
+  end
+  if state == target then return 'REPEATED' end
+  return rule.sources[state] and 'APPLIED' or rule.ahead[state] and 'EARLY' or 'ILLEGAL'
 end
-if verdict == 'APPLIED' or (verdict == 'REPEATED' and ARGV[9] == '0') then
-  redis.call('HSET', KEYS[1], unpack(ARGV, 10))
-  redis.call('PEXPIRE', KEYS[1], ARGV[8])
+local answers = {}
+for i, update in ipairs(cjson.decode(ARGV[1])) do
+  local key, target, new_epoch = KEYS[i], update[1], update[2]
+  local state, epoch = unpack(redis.call('HMGET', key, 'state', 'epoch'))
+  epoch = tonumber(epoch or '0')
+  local verdict = judge(RULES[target], target, new_epoch, state, epoch)
+  if verdict == 'APPLIED' or (verdict == 'REPEATED' and LIVE[state]) then
+    redis.call('HSET', key, 'state', target, 'epoch', new_epoch, unpack(update[3]))
+    redis.call('PEXPIRE', key, RULES[target].ttl_ms)
+  end
+  answers[i] = verdict .. ' ' .. epoch .. ' ' .. (state or '')
 end
-return {verdict, state or '', tonumber(epoch or '0')}
+return answers
 """
-
 
 _UPDATE_FIELDS = tuple(
     f.name for f in fields(Update) if f.name not in {"request_id", "state", "epoch", "time_unix_s"}
@@ -105,9 +109,11 @@ class StatusStore:
             clock: monotonic seconds.
         """
         self._writer = writer
-        self._ttl_ms = {False: int(live_ttl_s * 1000), True: int(finished_ttl_s * 1000)}
+        self._writable = frozenset(s for s in State if states.writes(s, writer))
+        self._script = _script(
+            writer, lambda s: int((finished_ttl_s if s.is_final else live_ttl_s) * 1000)
+        )
         self._prefix = prefix
-        self._rules = {state: self._rules_of(state) for state in State}
         self._client = _client(url, timeout_s) if url else None
         self._script_sha = ""
         self._behind = WriteBehind(
@@ -194,7 +200,7 @@ class StatusStore:
     def _check(self, update: Update) -> None:
         if not _VALID_ID.fullmatch(update.request_id):
             raise ValueError(f"{update.request_id!r} is not a request id")
-        if not states.writes(update.state, self._writer):
+        if update.state not in self._writable:
             raise ValueError(f"{update.state} is never written by the {self._writer}")
 
     async def _write_batch(self, updates: Sequence[Update]) -> Batch:
@@ -224,51 +230,52 @@ class StatusStore:
             await cast("Any", client.ping())
             return []
         if not self._script_sha:
-            self._script_sha = await cast("Any", client.script_load(_SCRIPT))
+            self._script_sha = await cast("Any", client.script_load(self._script))
         try:
-            return await self._pipelined(client, updates)
+            return await self._call(client, updates)
         except NoScriptError:
-            # A restarted or flushed server. Updates that came through are repeated harmlessly.
-            self._script_sha = await cast("Any", client.script_load(_SCRIPT))
-            return await self._pipelined(client, updates)
+            # A restarted or flushed server.
+            self._script_sha = await cast("Any", client.script_load(self._script))
+            return await self._call(client, updates)
 
-    async def _pipelined(
-        self, client: redis.asyncio.Redis, updates: Sequence[Update]
-    ) -> list[Outcome]:
-        pipeline = client.pipeline(transaction=False)
-        for update in updates:
-            arguments = [self.key(update.request_id), *self._arguments(update)]
-            cast("Any", pipeline.evalsha(self._script_sha, 1, *arguments))
-        return [
-            Outcome(Verdict(verdict), State(state) if state else None, int(epoch))
-            for verdict, state, epoch in await pipeline.execute()
-        ]
+    async def _call(self, client: redis.asyncio.Redis, updates: Sequence[Update]) -> list[Outcome]:
+        keys = [self.key(update.request_id) for update in updates]
+        argument = msgspec.json.encode([_argument(update) for update in updates])
+        answers = await cast("Any", client.evalsha(self._script_sha, len(keys), *keys, argument))
+        return [_outcome(answer) for answer in answers]
 
-    def _arguments(self, update: Update) -> list[str]:
-        """The script's ARGV."""
-        values: list[object] = ["state", update.state, "epoch", update.epoch]
-        values += ["update_time_unix_s", update.time_unix_s]
-        for name in _UPDATE_FIELDS:
-            if (value := getattr(update, name)) is not None:
-                values += [name, value]
-        return [update.state, str(update.epoch), *self._rules[update.state], *map(str, values)]
 
-    def _rules_of(self, target: State) -> tuple[str, ...]:
-        """The script's ARGV 3 to 9: what the table says of a target."""
-        sources = states.sources(target, self._writer)
-        return (
-            "1" if None in sources else "0",
-            _listed(s for s in sources if s is not None),
-            _listed(states.retake_sources(target, self._writer)),
-            _listed(s for s in State if states.can_become(s, target)),
-            _listed(s for s in State if not s.is_final),
-            str(self._ttl_ms[target.is_final]),
-            "1" if target.is_final else "0",
+def _argument(update: Update) -> tuple[str, int, list[str]]:
+    """What the script is given of an update; numbers as they shall stand in the record."""
+    values = ["update_time_unix_s", str(update.time_unix_s)]
+    for name in _UPDATE_FIELDS:
+        if (value := getattr(update, name)) is not None:
+            values += [name, str(value)]
+    return update.state, update.epoch, values
+
+
+def _outcome(answer: str) -> Outcome:
+    verdict, epoch, state = answer.split(" ")
+    return Outcome(Verdict(verdict), State(state) if state else None, int(epoch))
+
+
+def _script(writer: Writer, ttl_ms: Callable[[State], int]) -> str:
+    """The script of one writer: the transition table goes along, so the table stays one."""
+    rules = []
+    for target in State:
+        sources = states.sources(target, writer)
+        rules.append(
+            f"{target} = {{creates = {str(None in sources).lower()}, ttl_ms = {ttl_ms(target)},"
+            f" sources = {_lua_set(s for s in sources if s is not None)},"
+            f" retakes = {_lua_set(states.retake_sources(target, writer))},"
+            f" ahead = {_lua_set(s for s in State if states.can_become(s, target))}}}"
         )
+    live = _lua_set(s for s in State if not s.is_final)
+    return f"local LIVE = {live}\nlocal RULES = {{{', '.join(rules)}}}\n{_SCRIPT}"
 
 
-def _listed(names: Iterable[str]) -> str:
-    return f" {' '.join(sorted(names))} "
+def _lua_set(names: Iterable[State]) -> str:
+    return f"{{{', '.join(f'{name} = true' for name in sorted(names))}}}"
 
 
 def _client(url: str, timeout_s: float) -> redis.asyncio.Redis:

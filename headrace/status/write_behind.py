@@ -14,7 +14,8 @@ from headrace.status.states import State
 
 logger = logging.getLogger(__name__)
 
-_MAX_BATCH_REQUESTS = 512
+# Encoding a batch holds up the event loop that also streams tokens; this many take it 2 ms.
+_MAX_BATCH_REQUESTS = 64
 _FIRST_BACKOFF_S = 0.05
 _MAX_BACKOFF_S = 2.0
 # The router's DISPATCHED and the scheduler's RUNNING race by milliseconds; seconds mean that the

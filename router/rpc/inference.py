@@ -12,13 +12,14 @@ from typing import Any
 import grpc
 import grpc.aio
 
+from headrace.service import telemetry
 from headrace.service.errors import ServiceError, invalid, not_found, unimplemented
 from headrace.status.store import StatusStore
 from headrace.v1 import common_pb2, inference_pb2, inference_pb2_grpc
 from router.prompts import PromptReader
 from router.request import Request
-from router.router import Router
-from router.rpc import wire
+from router.router import Reservation, Router
+from router.rpc import spans, wire
 from router.rpc.scheduler_client import SchedulerClient
 from router.rpc.status_reply import read_status
 from router.stream import figures, replies
@@ -54,30 +55,45 @@ class InferenceServicer:
 
     async def Generate(self, request: inference_pb2.GenerateRequest, context: Any) -> None:
         """Stream a completion; the call's end, for whatever reason, is the request's."""
-        services = self._services
-        model_name = wire.choose_model(request.model, services.models)
+        model_name = wire.choose_model(request.model, self._services.models)
         request_id = request.request_id or wire.new_request_id()
         wire.check_request_id(request_id)
-        with self._router.reserve(request_id) as reservation:
-            model = services.models[model_name]
-            bounds = wire.Bounds(self._vocab_size(model_name), services.max_prompt_bytes)
-            spec = wire.to_spec(
-                request,
-                bounds,
-                request_id=request_id,
-                model=model_name,
-                deadline_unix_s=_call_deadline(context),
-                traceparent=_metadata(context).get("traceparent", ""),
-            )
-            prompt = wire.to_prompt(request, bounds)
-            token_ids, text = await services.prompts.read(
-                model,
-                prompt,
-                echo=spec.echo,
-                keep_special_tokens=spec.keep_special_tokens,
-            )
-            live = self._router.submit(reservation, spec, token_ids, text, model.tokenizer)
-            await self._answer(live, context)
+        with (
+            self._router.reserve(request_id) as reservation,
+            spans.generation(request, request_id, model_name, context) as span,
+        ):
+            live = await self._submit(request, reservation, model_name, context)
+            try:
+                await self._answer(live, context)
+            finally:
+                spans.note_outcome(span, live)
+
+    async def _submit(
+        self,
+        request: inference_pb2.GenerateRequest,
+        reservation: Reservation,
+        model_name: str,
+        context: Any,
+    ) -> Request:
+        """Check a request, read its prompt, and let it in."""
+        services = self._services
+        model = services.models[model_name]
+        bounds = wire.Bounds(self._vocab_size(model_name), services.max_prompt_bytes)
+        spec = wire.to_spec(
+            request,
+            bounds,
+            request_id=reservation.request_id,
+            model=model_name,
+            deadline_unix_s=_call_deadline(context),
+            traceparent=telemetry.current_traceparent(),
+        )
+        token_ids, text = await services.prompts.read(
+            model,
+            wire.to_prompt(request, bounds),
+            echo=spec.echo,
+            keep_special_tokens=spec.keep_special_tokens,
+        )
+        return self._router.submit(reservation, spec, token_ids, text, model.tokenizer)
 
     async def _answer(self, live: Request, context: Any) -> None:
         request_id = live.spec.request_id
@@ -187,10 +203,6 @@ def _call_deadline(context: Any) -> float | None:
     """The call's own deadline, seconds since the epoch."""
     remaining_s = context.time_remaining()
     return None if remaining_s is None else time.time() + float(remaining_s)
-
-
-def _metadata(context: Any) -> dict[str, str]:
-    return {k: v for k, v in context.invocation_metadata() or () if isinstance(v, str)}
 
 
 def _trailing_metadata(live: Request, router: Router) -> tuple[tuple[str, str], ...]:

@@ -41,7 +41,7 @@ class KvCache:
         self._offsets = np.arange(config.block_size)  # of tokens in a block
         self._is_caching = config.enable_prefix_caching
         # Draft models write KV ahead of the accepted tokens.
-        self.num_lookahead = config.num_spec_tokens if config.spec_kind in {"draft", "eagle"} else 0
+        self.num_lookahead = config.num_lookahead_tokens
         # The drafter reads the last hit block's hidden states, so that block is computed again.
         self._is_last_hit_dropped = config.spec_kind == "eagle"
 

@@ -73,6 +73,23 @@ class SchedulerConfig:
     spec_kind: Literal["ngram", "draft", "eagle"] | None = None
     pipeline_depth: int = 1
 
+    @property
+    def num_lookahead_tokens(self) -> int:
+        """KV slots that a draft model writes ahead of the tokens it is given."""
+        return self.num_spec_tokens if self.spec_kind in {"draft", "eagle"} else 0
+
+    @property
+    def max_num_tokens(self) -> int:
+        """Tokens at which any request ends: max_model_len, or one more than the pool holds.
+
+        The last token needs no KV. Without this limit a request that outgrows the pool would head
+        a stuck queue for ever.
+        """
+        num_slots = (self.num_gpu_blocks - 1) * self.block_size
+        if num_slots >= self.max_model_len:
+            return self.max_model_len
+        return min(self.max_model_len, num_slots - self.num_lookahead_tokens + 1)
+
 
 @dataclass(frozen=True, slots=True)
 class RepetitionLimit:

@@ -138,13 +138,15 @@ class Recorder:
         self, key: int, status: RequestStatus = RequestStatus.ABORTED
     ) -> FinishedRequest | None:
         """As SchedulerCore.abort."""
+        if key not in self.core.state.requests:
+            return None
         is_mid = self._phase in {_Phase.SCHEDULE, _Phase.ABORT_MID}
         self._enter(_Phase.ABORT_MID if is_mid else _Phase.ABORT)
+        name = self._name_by_key[key]
+        self._step.setdefault("abort_mid" if is_mid else "abort", []).append(name)
         finished = self.core.abort(key, status)
-        if finished is not None:
-            name = self._name_by_key[key]
-            self._step.setdefault("abort_mid" if is_mid else "abort", []).append(name)
-            self._note_finished((finished,))
+        assert finished is not None, f"{name} is unfinished"
+        self._note_finished((finished,))
         return finished
 
     def set_pause(self, pause: Pause) -> None:

@@ -24,7 +24,7 @@ class RequestTable:
 
     def __init__(self, config: SchedulerConfig) -> None:
         num_rows = config.max_num_seqs
-        self._max_model_len = config.max_model_len
+        self._max_num_tokens = config.max_num_tokens
         self.num_tokens = _column(num_rows)
         self.num_computed = _column(num_rows)
         self.num_drafts = _column(num_rows)
@@ -90,7 +90,7 @@ class RequestTable:
         self.num_blocks[row] = 0
         self.num_registered[row] = 0
         self.output_limit[row] = output_limit = request.num_prompt_tokens + spec.max_tokens
-        self.length_limit[row] = min(output_limit, self._max_model_len)
+        self.length_limit[row] = min(output_limit, self._max_num_tokens)
         self.is_prefill_chunk[row] = False
         self.draft_ids[row] = NO_STOP_ID
         self.admission_id[row] = self._num_admissions

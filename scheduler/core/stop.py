@@ -11,7 +11,7 @@ from scheduler.core.request import Request
 End = tuple[RequestStatus, int | None]
 
 
-def stop_status(request: Request, token_ids: Int32Array, max_model_len: int) -> End | None:
+def stop_status(request: Request, token_ids: Int32Array, max_num_tokens: int) -> End | None:
     """How a request ends, and by which stop token; None: it goes on.
 
     In this order: an EOS, a stop id, the length, repetition. min_tokens holds back all but the
@@ -19,6 +19,7 @@ def stop_status(request: Request, token_ids: Int32Array, max_model_len: int) -> 
 
     Args:
         token_ids: [num_tokens] prompt and generated tokens, the newest last.
+        max_num_tokens: how long any request may become.
     """
     spec = request.spec
     num_outputs = len(token_ids) - request.num_prompt_tokens
@@ -29,7 +30,7 @@ def stop_status(request: Request, token_ids: Int32Array, max_model_len: int) -> 
             return RequestStatus.STOPPED, None
         if token in spec.stop_token_ids:
             return RequestStatus.STOPPED, token
-    if len(token_ids) >= max_model_len or num_outputs >= spec.max_tokens:
+    if len(token_ids) >= max_num_tokens or num_outputs >= spec.max_tokens:
         return RequestStatus.LENGTH_CAPPED, None
     if (
         is_free_to_stop

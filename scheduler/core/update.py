@@ -42,7 +42,7 @@ class OutputUpdate:
     def __init__(self, state: SchedulerState, *, max_walked_rows: int | None = None) -> None:
         self._state = state
         self._table = state.table
-        self._max_model_len = state.config.max_model_len
+        self._max_num_tokens = state.config.max_num_tokens
         self._max_walked_rows = MAX_WALKED_ROWS if max_walked_rows is None else max_walked_rows
 
     def run(self, flight: Flight, result: StepResult) -> StepOutput:
@@ -59,8 +59,7 @@ class OutputUpdate:
             output = self._take_columns(flight, result, is_current)
         if output.finished:
             table.keep_running(table.admission_id[table.running_rows] != NOBODY)
-        # In a pipeline the worker keeps its drafts: the next step has been planned already.
-        if len(result.num_draft_tokens) and not self._state.is_pipelined:
+        if len(result.num_draft_tokens):
             self.take_drafts(
                 flight.rows[is_current],
                 result.num_draft_tokens[is_current],
@@ -78,6 +77,9 @@ class OutputUpdate:
             num_drafts: [num_rows].
             draft_token_ids: [sum(num_drafts)].
         """
+        if self._state.is_pipelined:
+            # The worker keeps them: the step that verifies them has been planned already.
+            return
         table = self._table
         is_taken = (table.admission_id[rows] != NOBODY) & ~table.is_prefill_chunk[rows]
         draft_token_ids = draft_token_ids[np.repeat(is_taken, num_drafts)]
@@ -222,7 +224,7 @@ class OutputUpdate:
         request = table.request(row)
         line = table.token_ids[row]
         for num_kept in range(1, num_new + 1):
-            end = stop_status(request, line[: num_tokens + num_kept], self._max_model_len)
+            end = stop_status(request, line[: num_tokens + num_kept], self._max_num_tokens)
             if end is not None:
                 return num_kept, end
         return num_new, None
@@ -236,7 +238,7 @@ class OutputUpdate:
             return 0, None
         for num_kept, token in enumerate(tokens, start=1):
             request.token_ids = np.append(request.token_ids, token)
-            end = stop_status(request, request.token_ids, self._max_model_len)
+            end = stop_status(request, request.token_ids, self._max_num_tokens)
             if end is not None:
                 return num_kept, end
         return len(tokens), None

@@ -27,7 +27,7 @@ class Fit:
 
     hit: PrefixHit
     num_new_tokens: int
-    num_drafts: int
+    num_drafts: int  # placeholders
 
 
 class WaitingPass:
@@ -173,9 +173,13 @@ class WaitingPass:
             num_new += num_drafts
             if num_new > batch.budget or hit.num_tokens + num_new > config.max_model_len:
                 return _passed_over(request, WaitReason.BUDGET)
+        # As the reference: a threshold below 1 + num_spec_tokens cuts the tokens, not the drafts.
         if 0 < config.long_prefill_token_threshold < num_new:
             num_new = config.long_prefill_token_threshold
-        if not config.enable_chunked_prefill and num_new > batch.budget:
+        # What exceeds even a whole budget (after a preemption; new ones are refused) would wait for
+        # ever, so it is chunked all the same.
+        is_whole = not config.enable_chunked_prefill and num_new <= config.max_num_batched_tokens
+        if is_whole and num_new > batch.budget:
             return _passed_over(request, WaitReason.BUDGET)
         num_new = min(num_new, batch.budget)
         return self._lack_of_blocks(request, hit, num_new) or Fit(hit, num_new, num_drafts)
@@ -214,8 +218,7 @@ class WaitingPass:
         )
         state.table.num_computed[row] = num_cached
         batch.grow(row, state.kv.admit(row, fit.hit, fit.num_new_tokens))
-        num_drafts = min(fit.num_drafts, max(num_cached + fit.num_new_tokens - num_tokens, 0))
-        batch.add(row, num_cached, fit.num_new_tokens, num_tokens, num_drafts)
+        batch.add(row, num_cached, fit.num_new_tokens, num_tokens, fit.num_drafts)
         if request.num_cached_tokens < 0:
             request.num_cached_tokens = num_cached
         batch.admissions.append(Admission(request.key, request.request_id, num_cached, is_resumed))

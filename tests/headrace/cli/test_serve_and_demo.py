@@ -136,10 +136,11 @@ def test_demo_streams_an_answer_and_figures_and_leaves_nothing(start):
 
 def test_ctrl_c_in_the_demo_stops_everything(start):
     process = start("demo", "--prompt", "to hang")
-    read_until(process.stdout, "to")
+    read_until(process.stdout, "> to hang")
     children = psutil.Process(process.pid).children(recursive=True)
     process.send_signal(signal.SIGINT)
     _, errors = process.communicate(timeout=20)
     assert process.returncode == 130
-    assert "Traceback" not in errors
+    # gRPC itself may print one in a server that stops with a call open.
+    assert not [line for line in errors.splitlines() if line.startswith("Traceback")], errors
     assert not [child for child in children if child.is_running()]

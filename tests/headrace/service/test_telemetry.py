@@ -91,20 +91,21 @@ async def test_a_stream_continues_the_callers_trace(receiver, traced):
     assert servicer.seen == [f"00-{span.trace_id}-{span.span_id}-01"]
 
 
-async def test_a_unary_call_is_traced_without_a_caller_too(receiver, traced):
-    async with serving(traced) as (stub, _):
-        await stub.Abort(inference_pb2.AbortRequest())
+async def test_a_unary_call_continues_the_callers_trace(receiver, traced):
+    async with serving(traced) as (stub, servicer):
+        await stub.Abort(inference_pb2.AbortRequest(), metadata=(("traceparent", CALLER),))
     span = await asyncio.to_thread(rpc_span, receiver, "headrace.v1.Inference/Abort")
-    assert not span.parent_id
+    assert span.parent_id == CALLER_SPAN
+    assert servicer.seen == [f"00-{span.trace_id}-{span.span_id}-01"]
 
 
-async def test_a_stream_without_a_callers_trace_gets_no_span(receiver, traced):
+async def test_a_call_without_a_callers_trace_gets_no_span(receiver, traced):
     async with serving(traced) as (stub, servicer):
         await generate(stub, metadata=())
         await stub.Abort(inference_pb2.AbortRequest())
-    await asyncio.to_thread(receiver.wait, 1)
-    assert [s.name for s in receiver.spans] == ["headrace.v1.Inference/Abort"]
-    assert not servicer.seen[0]
+        await stub.Abort(inference_pb2.AbortRequest(), metadata=(("traceparent", CALLER),))
+    assert len(await asyncio.to_thread(receiver.wait, 1)) == 1
+    assert servicer.seen[:2] == ["", ""]
 
 
 async def test_a_stream_that_the_client_cancels_is_reported_as_cancelled(receiver, traced):

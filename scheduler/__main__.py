@@ -1,0 +1,102 @@
+"""`python -m scheduler`: builds the service from its settings and runs it until SIGTERM."""
+
+import asyncio
+import logging
+import os
+import platform
+import time
+from pathlib import Path
+from typing import Any, TypeVar
+
+import click
+import msgspec
+
+from headrace.service import config, telemetry
+from headrace.service.channels import ChannelConfig
+from headrace.service.process import ProcessConfig, run, write_address
+from headrace.service.serving import GrpcServer, ServingConfig, wait_for_signal
+from headrace.status.states import Writer
+from headrace.status.store import StatusStore
+from scheduler.build import build_pool
+from scheduler.config import PoolSettings, SchedulerSettings
+from scheduler.journal import Journal
+from scheduler.rpc.gpuworker_client import GpuWorkerClient
+from scheduler.rpc.service import FULL_NAME, SchedulerService
+from scheduler.switchboard import Switchboard
+
+logger = logging.getLogger("scheduler")
+
+_STORE_FLUSH_S = 2.0
+_CLOSE_STREAMS_S = 2.0
+
+T = TypeVar("T", bound=msgspec.Struct)
+
+
+@click.command(context_settings={"max_content_width": 100})
+@click.option("--config", "config_file", type=click.Path(path_type=Path), help="TOML file.")
+@config.flags(SchedulerSettings)
+@config.flags(PoolSettings)
+@config.flags(ServingConfig)
+@config.flags(ChannelConfig, prefix="worker")
+@config.flags(ProcessConfig)
+def main(config_file: Path | None, **arguments: Any) -> None:
+    """Decide each step of the gpuworkers it is given, and stream their tokens to routers."""
+
+    def settings(struct: type[T], section: str, prefix: str = "") -> T:
+        given = config.given(struct, arguments, prefix=prefix)
+        return config.load(
+            struct, section=section, file=config_file, environ=os.environ, overrides=given
+        )
+
+    scheduler = settings(SchedulerSettings, "scheduler")
+    if not scheduler.worker:
+        raise config.ConfigError("give at least one --worker HOST:PORT")
+    process = settings(ProcessConfig, "process")
+    service = serve(
+        scheduler,
+        settings(PoolSettings, "pool"),
+        settings(ServingConfig, "serving"),
+        settings(ChannelConfig, "channel", "worker"),
+        process,
+    )
+    run("scheduler", process, service)
+
+
+async def serve(
+    scheduler: SchedulerSettings,
+    pool: PoolSettings,
+    serving: ServingConfig,
+    channel: ChannelConfig,
+    process: ProcessConfig,
+) -> None:
+    """Serve until SIGTERM or SIGINT, then finish what is live and stop."""
+    scheduler_id = scheduler.scheduler_id or platform.node()
+    traces = telemetry.setup("headrace-scheduler", process.otlp_endpoint)
+    async with StatusStore(scheduler.store_url, Writer.SCHEDULER) as store:
+        switchboard = Switchboard(Journal(store, scheduler_id, clock=time.time))
+        connectors = {address: GpuWorkerClient(address, channel) for address in scheduler.worker}
+        workers = build_pool(connectors, switchboard, scheduler, pool, clock=time.time)
+        service = SchedulerService(
+            scheduler_id, switchboard, workers, max_waiting_tokens=pool.max_waiting_tokens
+        )
+        server = GrpcServer(serving, [FULL_NAME], traces.server_interceptors)
+        service.add_to(server.server)
+        write_address(process, await server.start())
+        async with asyncio.TaskGroup() as tasks:
+            background = [tasks.create_task(store.run()), tasks.create_task(workers.run())]
+            await server.set_serving(True)
+            await wait_for_signal()
+            await server.set_serving(False)
+            logger.info("draining %d requests", len(switchboard.requests))
+            if not await workers.drain(serving.drain_timeout_s):
+                logger.warning("stopping with %d requests live", len(switchboard.requests))
+            service.close_streams()
+            await server.stop(_CLOSE_STREAMS_S)
+            await store.flush(_STORE_FLUSH_S)
+            for task in background:
+                task.cancel()
+    traces.shutdown()
+
+
+if __name__ == "__main__":
+    main()

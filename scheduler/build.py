@@ -1,0 +1,58 @@
+"""Builds a pool whose engines run our scheduling core."""
+
+from collections.abc import Callable, Mapping
+
+from scheduler.config import PoolSettings, SchedulerSettings
+from scheduler.core.plan import SchedulerConfig
+from scheduler.core.scheduler import SchedulerCore
+from scheduler.engine import Engine
+from scheduler.pool import Pool
+from scheduler.switchboard import Switchboard
+from scheduler.worker import WorkerConnector, WorkerInfo, WorkerStream
+
+
+def core_config(info: WorkerInfo, settings: SchedulerSettings) -> SchedulerConfig:
+    """How a worker's steps are decided: its own limits, narrowed by our settings."""
+    return SchedulerConfig(
+        block_size=info.block_size,
+        num_gpu_blocks=info.num_kv_blocks + 1,  # the null block counts
+        max_model_len=info.max_model_len,
+        max_num_batched_tokens=_narrowed(
+            info.max_num_batched_tokens, settings.max_num_batched_tokens
+        ),
+        max_num_seqs=_narrowed(info.max_num_seqs, settings.max_num_seqs),
+        long_prefill_token_threshold=settings.long_prefill_token_threshold,
+        policy=settings.policy,
+        enable_prefix_caching=settings.enable_prefix_caching,
+        watermark=settings.watermark,
+        pipeline_depth=settings.pipeline_depth,
+    )
+
+
+def build_pool(
+    connectors: Mapping[str, WorkerConnector],
+    switchboard: Switchboard,
+    settings: SchedulerSettings,
+    pool_settings: PoolSettings,
+    *,
+    clock: Callable[[], float],
+) -> Pool:
+    """A pool over the workers behind `connectors` (by address); clock: seconds since the epoch."""
+
+    def make_engine(info: WorkerInfo, stream: WorkerStream) -> Engine:
+        return Engine(
+            SchedulerCore(core_config(info, settings)),
+            stream,
+            info,
+            switchboard=switchboard,
+            clock=clock,
+            pipeline_depth=settings.pipeline_depth,
+            step_timeout_s=pool_settings.step_timeout_s,
+            hashes_ahead=settings.enable_prefix_caching,
+        )
+
+    return Pool(connectors, make_engine, switchboard, pool_settings, clock=clock)
+
+
+def _narrowed(limit: int, setting: int) -> int:
+    return min(limit, setting) if setting else limit

@@ -1,0 +1,46 @@
+"""The scheduler's settings."""
+
+from typing import Annotated, Literal
+
+import msgspec
+
+from headrace.service.config import help_text
+
+
+class SchedulerSettings(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
+    """Who this scheduler is and how it decides. 0 means: as the worker says."""
+
+    scheduler_id: Annotated[str, help_text("Name of this scheduler; the host's if empty.")] = ""
+    worker: Annotated[tuple[str, ...], help_text("host:port of a gpuworker to drive.")] = ()
+    store_url: Annotated[str, help_text("Status store, redis:// or unix://; empty: none.")] = ""
+    policy: Annotated[Literal["fcfs", "priority"], help_text("Order of waiting requests.")] = "fcfs"
+    max_num_batched_tokens: Annotated[int, help_text("Tokens a step, at most.")] = 0
+    max_num_seqs: Annotated[int, help_text("Requests in a step, at most.")] = 0
+    long_prefill_token_threshold: Annotated[
+        int, help_text("Tokens a step that one request gets, at most; 0: no limit.")
+    ] = 0
+    watermark: Annotated[
+        float, help_text("Fraction of the KV blocks kept free when admitting.")
+    ] = 0.0
+    enable_prefix_caching: Annotated[bool, help_text("Reuse KV blocks of equal prefixes.")] = True
+    pipeline_depth: Annotated[
+        Literal[1, 2], help_text("Steps in flight; 2 plans one ahead of the results.")
+    ] = 1
+    record: Annotated[str, help_text("Write inputs and decisions to this file.")] = ""
+
+
+class PoolSettings(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
+    """How workers are watched, and how long is waited for lost ones."""
+
+    step_timeout_s: Annotated[
+        float, help_text("A worker that gives no result for so long is lost.")
+    ] = 120.0
+    requeue_timeout_s: Annotated[
+        float, help_text("Requests of a lost worker wait so long for another.")
+    ] = 120.0
+    max_num_losses: Annotated[
+        int, help_text("A request whose worker died so often while running it ends as an error.")
+    ] = 3
+    max_waiting_tokens: Annotated[
+        int, help_text("Tokens that may wait for a slow router before its stream is ended.")
+    ] = 4_000_000

@@ -1,0 +1,355 @@
+"""Drives one incarnation of one gpuworker, step by step.
+
+The loop owns the scheduling core and all that belongs to a step; others send it messages.
+Decisions are made synchronously, between two awaits; only the edges wait. It lives as long as the
+worker's stream: when that breaks, `take_requests` hands over what was not finished.
+"""
+
+import asyncio
+from collections import deque
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+
+import numpy as np
+
+from headrace.service import telemetry
+from scheduler.core.block_hash import BLOCKS_PER_SLICE, BlockHashes
+from scheduler.core.explain import Explanation
+from scheduler.core.plan import (
+    Admission,
+    FinishedRequest,
+    Int64Array,
+    NewRequest,
+    RequestStatus,
+    StepPlan,
+)
+from scheduler.core.scheduler import SchedulerCore
+from scheduler.in_flight import InFlight
+from scheduler.requests import LiveRequest
+from scheduler.switchboard import Finish, Start, StepNews, Switchboard
+from scheduler.worker import WorkerInfo, WorkerLostError, WorkerResult, WorkerStream
+
+# How often a loop that has requests, but nothing to run, looks again (deadlines, pauses).
+_STUCK_RETRY_S = 0.1
+
+
+@dataclass(frozen=True, slots=True)
+class Cancel:
+    """A message to the loop: end a request."""
+
+    request: LiveRequest
+    status: RequestStatus
+
+
+Message = LiveRequest | Cancel
+
+
+class Engine:
+    """The loop of one worker incarnation. `submit` and `cancel` are messages to it."""
+
+    def __init__(
+        self,
+        core: SchedulerCore,
+        stream: WorkerStream,
+        info: WorkerInfo,
+        *,
+        switchboard: Switchboard,
+        clock: Callable[[], float],
+        pipeline_depth: int,
+        step_timeout_s: float,
+        hashes_ahead: bool = True,
+    ) -> None:
+        """The engine closes the stream in the end.
+
+        Args:
+            core: decides; nobody else may touch it.
+            stream: a new stream of the worker.
+            info: what the worker is.
+            switchboard: where news of requests goes.
+            clock: seconds since the epoch.
+            pipeline_depth: plans that may be without a result; as the core was told.
+            step_timeout_s: a worker that gives no result for so long is lost.
+            hashes_ahead: hash long prompts between steps, for the prefix cache.
+        """
+        self._core = core
+        self._stream = stream
+        self._info = info
+        self._switchboard = switchboard
+        self._journal = switchboard.journal
+        self._clock = clock
+        self._pipeline_depth = pipeline_depth
+        self._step_timeout_s = step_timeout_s
+        self._hashes_ahead = hashes_ahead
+
+        self._requests: dict[int, LiveRequest] = {}
+        self._inbox: deque[Message] = deque()
+        # Long prompts on their way to the core, oldest first.
+        self._unhashed: dict[int, NewRequest] = {}
+        self._results: deque[WorkerResult] = deque()
+        self._in_flight: deque[InFlight] = deque()
+        self._key_by_row: Int64Array = np.zeros(info.max_num_seqs, dtype=np.int64)
+        self._wake = asyncio.Event()
+        # False once a plan came out empty, until something changes.
+        self._is_worth_planning = True
+        self._last_progress_s = 0.0
+        self.num_steps = 0
+
+    @property
+    def info(self) -> WorkerInfo:
+        return self._info
+
+    @property
+    def num_requests(self) -> int:
+        """Requests it has, those on their way in included."""
+        return len(self._requests)
+
+    @property
+    def num_running(self) -> int:
+        return self._core.num_running
+
+    @property
+    def num_free_blocks(self) -> int:
+        return self._core.num_free_blocks
+
+    def refusal(self, num_prompt_tokens: int, max_tokens: int) -> str | None:
+        """Why such a request can never be served here, or None."""
+        return self._core.refusal(num_prompt_tokens, max_tokens)
+
+    def explain(self, request_id: str) -> Explanation | None:
+        """What happened to a request here and why, or None."""
+        return self._core.explain(request_id)
+
+    def submit(self, request: LiveRequest) -> None:
+        """Take a request; it must be one that `refusal` lets pass."""
+        request.home = self
+        self._requests[request.key] = request
+        self._journal.submitted(request, self._info.worker_id)
+        self._tell(request)
+
+    def cancel(self, request: LiveRequest, status: RequestStatus) -> None:
+        """End a request before the next step; nothing happens if it has ended."""
+        self._tell(Cancel(request, status))
+
+    async def run(self) -> None:
+        """Step until cancelled.
+
+        Raises:
+            WorkerLostError: in an ExceptionGroup, when the worker is gone.
+        """
+        try:
+            async with asyncio.TaskGroup() as tasks:
+                tasks.create_task(self._receive_results(), name="receive results")
+                tasks.create_task(self._step_for_ever(), name="step")
+        finally:
+            self._stream.close()
+
+    def take_requests(self) -> list[LiveRequest]:
+        """What was not finished when `run` ended, oldest first, with the tokens generated so far.
+
+        A request that was in a step without a result counts a loss: it may be what killed the
+        worker.
+        """
+        suspects = {int(key) for flight in self._in_flight for key in flight.keys}
+        cancelled = [message for message in self._inbox if isinstance(message, Cancel)]
+        not_in_core = {m.key for m in self._inbox if isinstance(m, LiveRequest)} | set(
+            self._unhashed
+        )
+        self._inbox.clear()
+        finished = [
+            self._finish(unscheduled_end(message.request, message.status))
+            for message in cancelled
+            if message.request.key in self._requests
+        ]
+        if finished:
+            self._switchboard.publish(StepNews(finished=finished))
+        for request in self._requests.values():
+            if request.key not in not_in_core:
+                request.generated_token_ids = self._core.output_token_ids(request.key)
+            request.num_losses += request.key in suspects
+        taken = list(self._requests.values())
+        self._requests.clear()
+        return taken
+
+    def _tell(self, message: Message) -> None:
+        self._inbox.append(message)
+        self._wake.set()
+
+    async def _receive_results(self) -> None:
+        while True:
+            self._results.append(await self._stream.receive())
+            self._wake.set()
+
+    async def _step_for_ever(self) -> None:
+        while True:
+            self._wake.clear()
+            self._read_inbox()
+            while self._results:
+                self._apply_result(self._results.popleft())
+            while self._is_worth_planning and len(self._in_flight) < self._pipeline_depth:
+                await self._plan_step()
+            if self._unhashed:
+                self._hash_slice()
+                await asyncio.sleep(0)
+            else:
+                await self._wait()
+
+    def _read_inbox(self) -> None:
+        finished = []
+        while self._inbox:
+            self._is_worth_planning = True
+            match self._inbox.popleft():
+                case Cancel(request, status):
+                    if (facts := self._abort(request, status)) is not None:
+                        finished.append(self._finish(facts))
+                case request:
+                    self._add(request)
+        if finished:
+            self._switchboard.publish(StepNews(finished=finished))
+
+    def _abort(self, request: LiveRequest, status: RequestStatus) -> FinishedRequest | None:
+        """How it ended just now; None if it had ended."""
+        if self._unhashed.pop(request.key, None) is not None:
+            return unscheduled_end(request, status)
+        return self._core.abort(request.key, status)
+
+    def _add(self, request: LiveRequest) -> None:
+        new_request = self._new_request(request)
+        if new_request.block_hashes is None:
+            self._core.add_request(new_request, self._clock())
+        else:
+            self._unhashed[request.key] = new_request
+
+    def _hash_slice(self) -> None:
+        """Hash a little of the oldest long prompt; once done, the core has it."""
+        key, new_request = next(iter(self._unhashed.items()))
+        assert new_request.block_hashes is not None, "only such requests wait for it"
+        if new_request.block_hashes.advance(new_request.prompt_token_ids):
+            del self._unhashed[key]
+            self._core.add_request(new_request, self._clock())
+            self._is_worth_planning = True
+
+    async def _plan_step(self) -> None:
+        plan = self._core.schedule(self._clock())
+        if plan.expired:
+            expired = [self._finish(facts) for facts in plan.expired]
+            self._switchboard.publish(StepNews(finished=expired))
+        for key in plan.preempted_keys:
+            self._journal.preempted(self._requests[key])
+        started = self._note_admissions(plan.admissions) if plan.admissions else ()
+        if not plan.is_worth_sending:
+            self._is_worth_planning = False
+            return
+        placed = self._place(plan)
+        span = self._journal.begin_step(plan, placed) if placed else None
+        if not self._in_flight:
+            self._last_progress_s = asyncio.get_running_loop().time()
+        self._in_flight.append(InFlight(plan, self._key_by_row[plan.rows], started, span))
+        await self._stream.send(
+            plan,
+            [request.submission.sampling for request in placed],
+            telemetry.traceparent_of(span) if span is not None else "",
+        )
+
+    def _place(self, plan: StepPlan) -> list[LiveRequest]:
+        """Note who has which row from now on; returns them in the order of row_requests."""
+        placed = []
+        for row_request in plan.row_requests:
+            self._key_by_row[row_request.row] = row_request.key
+            request = self._requests[row_request.key]
+            # It starts from its first token again, and so do its prompt's log probabilities.
+            request.prompt_logprobs.clear()
+            placed.append(request)
+        return placed
+
+    def _note_admissions(self, admissions: Sequence[Admission]) -> tuple[Start, ...]:
+        started = []
+        for admission in admissions:
+            request = self._requests[admission.key]
+            self._journal.admitted(request, admission.num_cached_tokens, self._info.worker_id)
+            if not request.is_admitted:
+                request.is_admitted = True
+                started.append(
+                    Start(
+                        request,
+                        admission.num_cached_tokens,
+                        self._clock(),
+                        self._info.worker_id,
+                    )
+                )
+        return tuple(started)
+
+    def _apply_result(self, result: WorkerResult) -> None:
+        if not self._in_flight:
+            raise WorkerLostError("it sent a result that no plan asked for")
+        flight = self._in_flight.popleft()
+        flight.check(result)
+        if flight.span is not None:
+            flight.span.end()
+        output = self._core.update(result.step, self._clock())
+        details = flight.token_details(result, output, self._requests)
+        # A request cancelled while the worker ran has been reported as ended.
+        started = [start for start in flight.started if start.request.key in self._requests]
+        failures = flight.failures(result)
+        finished = [self._finish(facts, failures.get(facts.key, "")) for facts in output.finished]
+        if len(output.keys) or finished or started:
+            self._switchboard.publish(
+                StepNews(
+                    keys=output.keys,
+                    num_new_tokens=output.num_new_tokens,
+                    token_ids=output.token_ids,
+                    finished=finished,
+                    started=started,
+                    details=details,
+                )
+            )
+        self.num_steps += 1
+        self._is_worth_planning = True
+        self._last_progress_s = asyncio.get_running_loop().time()
+
+    def _finish(self, facts: FinishedRequest, message: str = "") -> Finish:
+        return Finish(self._requests.pop(facts.key), facts, message)
+
+    def _new_request(self, request: LiveRequest) -> NewRequest:
+        submission = request.submission
+        is_long = len(submission.prompt_token_ids) > BLOCKS_PER_SLICE * self._info.block_size
+        return NewRequest(
+            key=request.key,
+            request_id=submission.request_id,
+            prompt_token_ids=submission.prompt_token_ids,
+            output_token_ids=request.generated_token_ids,
+            max_tokens=submission.max_tokens,
+            arrival_time=submission.arrival_time,
+            priority=submission.priority,
+            eos_token_ids=() if submission.ignore_eos else self._info.eos_token_ids,
+            stop_token_ids=submission.stop_token_ids,
+            min_tokens=submission.min_tokens,
+            cache_salt=submission.cache_salt,
+            # Log probabilities of the prompt need every prompt token computed.
+            skip_reading_prefix_cache=submission.wants_prompt_logprobs,
+            deadline=submission.deadline,
+            block_hashes=(
+                BlockHashes(self._info.block_size, submission.cache_salt)
+                if is_long and self._hashes_ahead
+                else None
+            ),
+        )
+
+    async def _wait(self) -> None:
+        """Until something happened; a worker that gives no result in time is lost."""
+        when = None
+        if self._in_flight:
+            when = self._last_progress_s + self._step_timeout_s
+        elif self._core.has_unfinished:
+            when = asyncio.get_running_loop().time() + _STUCK_RETRY_S
+        try:
+            async with asyncio.timeout_at(when):
+                await self._wake.wait()
+        except TimeoutError:
+            if self._in_flight:
+                raise WorkerLostError(f"no result in {self._step_timeout_s:g} s") from None
+            self._is_worth_planning = True
+
+
+def unscheduled_end(request: LiveRequest, status: RequestStatus) -> FinishedRequest:
+    """How a request ends that no core has."""
+    return FinishedRequest(request.key, request.submission.request_id, status, None, 0)

@@ -1,0 +1,299 @@
+"""The gpuworkers this scheduler drives, and which of them gets a request.
+
+A task per worker finds out what it is, runs an engine on it, and starts over when it is lost.
+Requests of a lost worker wait here until a worker of their model can go on with them.
+"""
+
+import asyncio
+import logging
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass
+
+from scheduler.config import PoolSettings
+from scheduler.core.explain import Explanation
+from scheduler.core.plan import RequestStatus
+from scheduler.engine import Engine, unscheduled_end
+from scheduler.outbox import NotTaken
+from scheduler.requests import LiveRequest, Submission
+from scheduler.switchboard import Finish, StepNews, Switchboard
+from scheduler.worker import (
+    WorkerConnector,
+    WorkerInfo,
+    WorkerLostError,
+    WorkerState,
+    WorkerStream,
+    WorkerUnavailableError,
+)
+
+logger = logging.getLogger(__name__)
+
+_FIRST_RETRY_S = 0.05
+_MAX_RETRY_S = 2.0
+_LIMBO_CHECK_S = 0.1
+
+MakeEngine = Callable[[WorkerInfo, WorkerStream], Engine]
+
+
+@dataclass(slots=True, eq=False)
+class ManagedWorker:
+    """One worker address; owned by its task in the pool."""
+
+    address: str
+    connector: WorkerConnector
+    state: WorkerState = WorkerState.STARTING
+    info: WorkerInfo | None = None
+    engine: Engine | None = None
+
+
+@dataclass(frozen=True, slots=True)
+class WorkerLoad:
+    """A worker as others see it; num_waiting are the requests in no row."""
+
+    info: WorkerInfo
+    state: WorkerState
+    num_free_blocks: int = 0
+    num_running: int = 0
+    num_waiting: int = 0
+
+
+@dataclass(slots=True)
+class _Waiting:
+    """A request between two workers, since since_s on the loop's clock."""
+
+    request: LiveRequest
+    since_s: float
+
+
+class Pool:
+    """Owns the workers, their engines, and the requests that no worker has."""
+
+    def __init__(
+        self,
+        connectors: Mapping[str, WorkerConnector],
+        make_engine: MakeEngine,
+        switchboard: Switchboard,
+        settings: PoolSettings,
+        *,
+        clock: Callable[[], float],
+    ) -> None:
+        """connectors by address; clock gives seconds since the epoch."""
+        self._workers = [ManagedWorker(address, c) for address, c in connectors.items()]
+        self._make_engine = make_engine
+        self._switchboard = switchboard
+        self._settings = settings
+        self._clock = clock
+        self._limbo: dict[int, _Waiting] = {}
+        self._limbo_filled = asyncio.Event()
+        self._is_draining = False
+
+    async def run(self) -> None:
+        """Drive the workers until cancelled."""
+        async with asyncio.TaskGroup() as tasks:
+            for worker in self._workers:
+                tasks.create_task(self._drive(worker), name=f"drive {worker.address}")
+            tasks.create_task(self._watch_limbo(), name="watch requests without a worker")
+
+    @property
+    def is_draining(self) -> bool:
+        """Whether new requests are refused, for good."""
+        return self._is_draining
+
+    async def drain(self, timeout_s: float) -> bool:
+        """Refuse new requests and wait for the live ones; False if time was up first."""
+        self._is_draining = True
+        self._switchboard.bell.ring()
+        try:
+            async with asyncio.timeout(timeout_s):
+                await self._switchboard.requests.wait_empty()
+        except TimeoutError:
+            return False
+        return True
+
+    def choose(self, submission: Submission) -> Engine | NotTaken:
+        """The engine for a new request: the worker asked for, else the least loaded that can."""
+        if self._is_draining:
+            return NotTaken(submission.handle, "DRAINING", "this scheduler is shutting down")
+        if submission.worker_id:
+            return self._choose_named(submission)
+        engines = self._engines_of(submission.model)
+        if not engines:
+            return NotTaken(
+                submission.handle, "NO_WORKER", f"no worker of model {submission.model!r} is ready"
+            )
+        refusals = [_refusal(engine, submission) for engine in engines]
+        able = [engine for engine, why in zip(engines, refusals, strict=True) if why is None]
+        return min(able, key=_busyness) if able else next(r for r in refusals if r is not None)
+
+    def cancel(self, request: LiveRequest, status: RequestStatus) -> None:
+        """End a request that waits for a worker."""
+        if self._limbo.pop(request.key, None) is not None:
+            self._end(request, status, "")
+
+    def explain(self, request_id: str) -> Explanation | None:
+        """A request's history, from the worker that has or had it."""
+        engines = (worker.engine for worker in self._workers if worker.engine is not None)
+        histories = (engine.explain(request_id) for engine in engines)
+        return next((history for history in histories if history is not None), None)
+
+    def snapshot(self) -> list[WorkerLoad]:
+        """Every worker that ever said what it is, in order of worker_id."""
+        loads = []
+        for worker in self._workers:
+            if worker.info is None:
+                continue
+            state = worker.state
+            if state is WorkerState.READY and self._is_draining:
+                state = WorkerState.DRAINING
+            if (engine := worker.engine) is None:
+                loads.append(WorkerLoad(worker.info, state))
+                continue
+            num_waiting = engine.num_requests - engine.num_running
+            loads.append(
+                WorkerLoad(
+                    worker.info, state, engine.num_free_blocks, engine.num_running, num_waiting
+                )
+            )
+        return sorted(loads, key=lambda load: load.info.worker_id)
+
+    def _choose_named(self, submission: Submission) -> Engine | NotTaken:
+        worker_id, handle = submission.worker_id, submission.handle
+        worker = next(
+            (w for w in self._workers if w.info is not None and w.info.worker_id == worker_id), None
+        )
+        if worker is None:
+            return NotTaken(handle, "NO_WORKER", f"no worker {worker_id!r} here")
+        if worker.engine is None:
+            return NotTaken(handle, "WORKER_LOST", f"worker {worker_id!r} is not reachable now")
+        if submission.model not in {"", worker.engine.info.model}:
+            return NotTaken(
+                handle, "NO_WORKER", f"worker {worker_id!r} serves {worker.engine.info.model!r}"
+            )
+        return _refusal(worker.engine, submission) or worker.engine
+
+    def _engines_of(self, model: str) -> list[Engine]:
+        return [
+            worker.engine
+            for worker in self._workers
+            if worker.engine is not None and model in {"", worker.engine.info.model}
+        ]
+
+    async def _drive(self, worker: ManagedWorker) -> None:
+        """Find the worker, run it until it is lost, and again."""
+        retry_s = _FIRST_RETRY_S
+        try:
+            while True:
+                info = await self._describe(worker)
+                engine = self._start(worker, info)
+                await self._run_engine(worker, engine)
+                # Only a step done shows that it is well again; one that hangs or dies at once
+                # is not tried in a tight loop.
+                retry_s = _FIRST_RETRY_S if engine.num_steps else min(2 * retry_s, _MAX_RETRY_S)
+                await asyncio.sleep(retry_s)
+        finally:
+            await worker.connector.close()
+
+    async def _describe(self, worker: ManagedWorker) -> WorkerInfo:
+        retry_s = _FIRST_RETRY_S
+        while True:
+            try:
+                return await worker.connector.describe()
+            except WorkerUnavailableError as error:
+                logger.debug("worker at %s is not ready: %s", worker.address, error)
+            await asyncio.sleep(retry_s)
+            retry_s = min(2 * retry_s, _MAX_RETRY_S)
+
+    def _start(self, worker: ManagedWorker, info: WorkerInfo) -> Engine:
+        worker.info = info
+        worker.engine = self._make_engine(info, worker.connector.execute())
+        worker.state = WorkerState.READY
+        self._switchboard.bell.ring()
+        logger.info(
+            "worker %s (%s) is ready: model %s, %d KV blocks of %d tokens",
+            info.worker_id,
+            worker.address,
+            info.model,
+            info.num_kv_blocks,
+            info.block_size,
+        )
+        self._place_waiting()
+        return worker.engine
+
+    async def _run_engine(self, worker: ManagedWorker, engine: Engine) -> None:
+        """Run an engine to its end; what it did not finish goes to limbo."""
+        try:
+            await engine.run()
+        except* WorkerLostError as lost:
+            logger.warning("lost worker at %s: %s", worker.address, str(lost.exceptions[0]))
+        except* Exception:
+            logger.exception("the engine of the worker at %s failed", worker.address)
+        worker.engine = None
+        worker.state = WorkerState.LOST
+        self._switchboard.bell.ring()
+        now_s = asyncio.get_running_loop().time()
+        for request in engine.take_requests():
+            if request.num_losses > self._settings.max_num_losses:
+                self._end(
+                    request,
+                    RequestStatus.ERROR,
+                    f"its worker died {request.num_losses} times while running it",
+                )
+                continue
+            request.home = self
+            self._limbo[request.key] = _Waiting(request, now_s)
+        self._place_waiting()
+
+    def _place_waiting(self) -> None:
+        """Give the requests in limbo to workers that can take them, oldest first."""
+        for waiting in list(self._limbo.values()):
+            submission = waiting.request.submission
+            able = [
+                engine
+                for engine in self._engines_of(submission.model)
+                if _refusal(engine, submission) is None
+            ]
+            if able:
+                del self._limbo[waiting.request.key]
+                min(able, key=_busyness).submit(waiting.request)
+        if self._limbo:
+            self._limbo_filled.set()
+
+    async def _watch_limbo(self) -> None:
+        """End requests in limbo whose deadline or patience is over."""
+        while True:
+            await self._limbo_filled.wait()
+            now, now_s = self._clock(), asyncio.get_running_loop().time()
+            for waiting in list(self._limbo.values()):
+                deadline = waiting.request.submission.deadline
+                if deadline is not None and deadline <= now:
+                    self.cancel(waiting.request, RequestStatus.DEADLINE)
+                elif now_s - waiting.since_s > self._settings.requeue_timeout_s:
+                    del self._limbo[waiting.request.key]
+                    self._end(
+                        waiting.request, RequestStatus.ERROR, "its worker is lost, no other came"
+                    )
+            if self._limbo:
+                await asyncio.sleep(_LIMBO_CHECK_S)
+            else:
+                self._limbo_filled.clear()
+
+    def _end(self, request: LiveRequest, status: RequestStatus, message: str) -> None:
+        facts = unscheduled_end(request, status)
+        self._switchboard.publish(StepNews(finished=[Finish(request, facts, message)]))
+
+
+def _busyness(engine: Engine) -> tuple[float, int]:
+    """Smaller is less loaded: requests per sequence slot, then blocks in use."""
+    used_blocks = engine.info.num_kv_blocks - engine.num_free_blocks
+    return engine.num_requests / engine.info.max_num_seqs, used_blocks
+
+
+def _refusal(engine: Engine, submission: Submission) -> NotTaken | None:
+    """Why this engine can never serve this request, or None."""
+    tokens = submission.prompt_token_ids
+    vocab_size = engine.info.vocab_size
+    if int(tokens.max()) >= vocab_size:
+        return NotTaken(
+            submission.handle, "INVALID", f"prompt_token_ids: must be below {vocab_size}"
+        )
+    why = engine.refusal(len(tokens), submission.max_tokens)
+    return NotTaken(submission.handle, "TOO_LONG", why) if why is not None else None

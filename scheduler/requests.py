@@ -1,0 +1,177 @@
+"""The requests that live in this scheduler, whichever worker runs them.
+
+Decides the key of each request and which request an id or a key means. The routing columns lie
+here: where a step's news of a request goes, looked up for a whole step at once. Knows nothing of
+scheduling and nothing of the wire.
+"""
+
+import asyncio
+from collections import deque
+from dataclasses import dataclass, field
+from typing import Protocol
+
+import numpy as np
+from numpy.typing import NDArray
+
+from scheduler.core.plan import EMPTY_INT32, Int32Array, Int64Array, RequestStatus
+
+UInt32Array = NDArray[np.uint32]
+
+# A key is a slot of the columns below plus a count that makes it unique for ever: a plan still
+# on its way may name a request whose slot already has its next tenant.
+_SLOT_BITS = 24
+_SLOT_MASK = (1 << _SLOT_BITS) - 1
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Submission:
+    """One request as a router hands it over, validated.
+
+    prompt_token_ids and generated_token_ids are [num_tokens]; the latter were generated (and
+    delivered) under an earlier epoch. sampling is the worker's business: only the wire looks
+    inside. Times are seconds since the epoch.
+    """
+
+    handle: int
+    request_id: str
+    prompt_token_ids: Int32Array
+    max_tokens: int
+    sampling: object
+    model: str = ""
+    worker_id: str = ""
+    epoch: int = 1
+    generated_token_ids: Int32Array = field(default_factory=lambda: EMPTY_INT32)
+    stop_token_ids: tuple[int, ...] = ()
+    min_tokens: int = 0
+    ignore_eos: bool = False
+    wants_prompt_logprobs: bool = False
+    priority: int = 0
+    arrival_time: float = 0.0
+    deadline: float | None = None
+    cache_salt: str = ""
+    tenant: str = ""
+    traceparent: str = ""
+
+
+class Home(Protocol):
+    """Whoever has a request now: a worker's engine, or the pool while no worker has it."""
+
+    def cancel(self, request: "LiveRequest", status: RequestStatus) -> None:
+        """End `request` soon; its end is published like any other."""
+
+
+@dataclass(slots=True, eq=False)
+class LiveRequest:
+    """A request from submission to its end; owned by its home, changed by nobody else.
+
+    generated_token_ids: [num_tokens] what it starts from; grows only when it changes homes.
+    num_losses counts the workers that died while they had it.
+    """
+
+    key: int
+    connection: int
+    submission: Submission
+    home: Home
+    generated_token_ids: Int32Array
+    num_losses: int = 0
+    is_admitted: bool = False
+    prompt_logprobs: list[object] = field(default_factory=list)
+    has_sent_prompt_logprobs: bool = False
+
+    @property
+    def is_traced(self) -> bool:
+        return bool(self.submission.traceparent)
+
+
+class RequestTable:
+    """All live requests by key and by id, with their routing columns."""
+
+    def __init__(self, initial_capacity: int = 256) -> None:
+        self._requests: list[LiveRequest | None] = [None] * initial_capacity
+        self._connections: Int32Array = np.zeros(initial_capacity, dtype=np.int32)  # [capacity]
+        self._handles: UInt32Array = np.zeros(initial_capacity, dtype=np.uint32)  # [capacity]
+        self._num_generated: Int64Array = np.zeros(initial_capacity, dtype=np.int64)  # [capacity]
+        self._free_slots = deque(range(initial_capacity))
+        self._num_added = 0
+        self._by_id: dict[str, LiveRequest] = {}
+        self._num_live = 0
+        self._empty = asyncio.Event()
+        self._empty.set()
+
+    def __len__(self) -> int:
+        return self._num_live
+
+    def add(self, connection: int, submission: Submission, home: Home) -> LiveRequest:
+        """Give a submission its key. Its id must not be live."""
+        assert submission.request_id not in self._by_id, "a request id lives twice"
+        if not self._free_slots:
+            self._grow()
+        slot = self._free_slots.popleft()
+        self._num_added += 1
+        request = LiveRequest(
+            key=(self._num_added << _SLOT_BITS) | slot,
+            connection=connection,
+            submission=submission,
+            home=home,
+            generated_token_ids=submission.generated_token_ids,
+        )
+        self._requests[slot] = request
+        self._connections[slot] = connection
+        self._handles[slot] = submission.handle
+        self._num_generated[slot] = len(submission.generated_token_ids)
+        self._by_id[submission.request_id] = request
+        self._num_live += 1
+        self._empty.clear()
+        return request
+
+    def remove(self, request: LiveRequest) -> None:
+        """Forget a request that ended."""
+        slot = request.key & _SLOT_MASK
+        assert self._requests[slot] is request, "a request was removed twice"
+        self._requests[slot] = None
+        self._free_slots.append(slot)
+        self.release_id(request)
+        self._num_live -= 1
+        if not self._num_live:
+            self._empty.set()
+
+    def release_id(self, request: LiveRequest) -> None:
+        """Let the id be used again, though the request has yet to be ended."""
+        request_id = request.submission.request_id
+        if self._by_id.get(request_id) is request:
+            del self._by_id[request_id]
+
+    def get(self, key: int) -> LiveRequest | None:
+        """The request of a key, unless it ended."""
+        request = self._requests[key & _SLOT_MASK]
+        return request if request is not None and request.key == key else None
+
+    def find(self, request_id: str) -> LiveRequest | None:
+        """The live request of an id."""
+        return self._by_id.get(request_id)
+
+    def routes(self, keys: Int64Array) -> tuple[Int32Array, UInt32Array]:
+        """Where news of `keys` goes: connection and handle of each, [num_keys]."""
+        slots = keys & _SLOT_MASK
+        return self._connections[slots], self._handles[slots]
+
+    def count_tokens(self, keys: Int64Array, num_new_tokens: Int32Array) -> None:
+        """Add to what each request has generated; both are [num_keys], keys are distinct."""
+        self._num_generated[keys & _SLOT_MASK] += num_new_tokens
+
+    def num_generated(self, request: LiveRequest) -> int:
+        """Tokens of a live request that were generated so far, under earlier epochs too."""
+        return int(self._num_generated[request.key & _SLOT_MASK])
+
+    async def wait_empty(self) -> None:
+        """Return once no request lives."""
+        await self._empty.wait()
+
+    def _grow(self) -> None:
+        old = len(self._requests)
+        assert old * 2 <= _SLOT_MASK + 1, "more requests than keys can tell apart"
+        self._requests.extend([None] * old)
+        self._connections = np.concatenate([self._connections, np.zeros(old, dtype=np.int32)])
+        self._handles = np.concatenate([self._handles, np.zeros(old, dtype=np.uint32)])
+        self._num_generated = np.concatenate([self._num_generated, np.zeros(old, dtype=np.int64)])
+        self._free_slots.extend(range(old, 2 * old))

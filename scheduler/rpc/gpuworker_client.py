@@ -1,0 +1,88 @@
+"""Speaks to one gpuworker over gRPC: one Execute stream, plans out, results in."""
+
+import asyncio
+from collections.abc import Sequence
+
+import grpc.aio
+
+from headrace.service.channels import ChannelConfig, open_channel
+from headrace.service.errors import ServiceError
+from headrace.v1 import gpuworker_pb2, gpuworker_pb2_grpc
+from scheduler.core.plan import StepPlan
+from scheduler.rpc import wire
+from scheduler.worker import (
+    WorkerInfo,
+    WorkerLostError,
+    WorkerResult,
+    WorkerUnavailableError,
+)
+
+# A worker that is stopped (not dead) accepts calls and answers none.
+_DESCRIBE_TIMEOUT_S = 5.0
+
+
+class GpuWorkerClient:
+    """The way to one address; owns the channel."""
+
+    def __init__(self, address: str, config: ChannelConfig) -> None:
+        self._channel = open_channel(address, config)
+        self._stub = gpuworker_pb2_grpc.GpuWorkerStub(self._channel)
+
+    async def describe(self) -> WorkerInfo:
+        """What the worker is; WorkerUnavailableError until it can say."""
+        try:
+            response = await self._stub.Describe(
+                gpuworker_pb2.DescribeRequest(), timeout=_DESCRIBE_TIMEOUT_S
+            )
+            return wire.worker_info(response.worker)
+        except grpc.aio.AioRpcError as error:
+            raise WorkerUnavailableError(f"{error.code().name}: {error.details()}") from error
+        except ServiceError as error:
+            raise WorkerUnavailableError(f"it describes itself wrongly: {error}") from error
+
+    def execute(self) -> "ExecuteStream":
+        """A new stream of steps."""
+        return ExecuteStream(self._stub.Execute())
+
+    async def close(self) -> None:
+        """Close the channel."""
+        await self._channel.close()
+
+
+class ExecuteStream:
+    """One Execute call; `close` it always, or it lives on (leaving it does not cancel it)."""
+
+    def __init__(
+        self,
+        call: "grpc.aio.StreamStreamCall[gpuworker_pb2.StepPlan, gpuworker_pb2.StepResult]",
+    ) -> None:
+        self._call = call
+
+    async def send(self, plan: StepPlan, samplings: Sequence[object], traceparent: str) -> None:
+        """Send a plan; see scheduler.worker.WorkerStream."""
+        try:
+            await self._call.write(wire.plan_message(plan, samplings, traceparent))
+        except (grpc.aio.AioRpcError, grpc.aio.UsageError, asyncio.InvalidStateError) as error:
+            raise WorkerLostError(_describe_error(error)) from error
+
+    async def receive(self) -> WorkerResult:
+        """The next result; see scheduler.worker.WorkerStream."""
+        try:
+            message = await self._call.read()
+            if not isinstance(message, gpuworker_pb2.StepResult):
+                raise WorkerLostError("it ended the stream")
+            return wire.worker_result(message)
+        except (grpc.aio.AioRpcError, grpc.aio.UsageError, asyncio.InvalidStateError) as error:
+            raise WorkerLostError(_describe_error(error)) from error
+        except ServiceError as error:
+            raise WorkerLostError(f"its result is wrong: {error}") from error
+
+    def close(self) -> None:
+        """Cancel the call."""
+        self._call.cancel()
+
+
+def _describe_error(error: Exception) -> str:
+    if isinstance(error, grpc.aio.AioRpcError):
+        return f"{error.code().name}: {error.details()}"
+    return str(error) or type(error).__name__

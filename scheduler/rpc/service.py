@@ -1,0 +1,132 @@
+"""The Scheduler service: one stream per router, the pool, and why a request got what it got."""
+
+import asyncio
+from collections.abc import AsyncIterator
+from typing import Any
+
+import grpc.aio
+
+from headrace.service.errors import ServiceError, exhausted, invalid, not_found, unavailable
+from headrace.v1 import inference_pb2, scheduler_pb2, scheduler_pb2_grpc
+from scheduler.connection import RouterConnection
+from scheduler.outbox import NotTaken, OutboxClosedError, RouterTooSlowError
+from scheduler.pool import Pool
+from scheduler.rpc import wire
+from scheduler.switchboard import Switchboard
+
+FULL_NAME = "headrace.v1.Scheduler"
+
+_SNAPSHOT_INTERVAL_S = 0.1
+_SNAPSHOT_HEARTBEAT_S = 1.0
+
+Context = grpc.aio.ServicerContext[Any, Any]
+
+
+class SchedulerService(scheduler_pb2_grpc.SchedulerServicer):
+    """Speaks for a pool; holds nothing of a request itself."""
+
+    def __init__(
+        self, scheduler_id: str, switchboard: Switchboard, pool: Pool, *, max_waiting_tokens: int
+    ) -> None:
+        self._scheduler_id = scheduler_id
+        self._switchboard = switchboard
+        self._pool = pool
+        self._max_waiting_tokens = max_waiting_tokens
+        self._connections: set[RouterConnection] = set()
+        self._is_closing = False
+
+    def add_to(self, server: grpc.aio.Server) -> None:
+        """Serve it there."""
+        scheduler_pb2_grpc.add_SchedulerServicer_to_server(self, server)
+
+    def close_streams(self) -> None:
+        """Send what waits, then end every stream: routers go elsewhere with what is left."""
+        self._is_closing = True
+        self._switchboard.bell.ring()
+        for connection in self._connections:
+            connection.finish()
+
+    async def Connect(  # type: ignore[override]  # grpc.aio takes handlers that write, too
+        self, request_iterator: AsyncIterator[scheduler_pb2.RouterMessage], context: Context
+    ) -> None:
+        """One router, until it leaves, is too slow, or this scheduler stops."""
+        messages = aiter(request_iterator)
+        hello = await anext(messages, None)
+        if hello is None or not hello.HasField("hello"):
+            raise invalid("hello", "must be in the first message of the stream")
+        if self._is_closing:
+            raise _drained()
+        connection = RouterConnection(
+            hello.hello.router_id,
+            self._switchboard,
+            self._pool,
+            max_waiting_tokens=self._max_waiting_tokens,
+        )
+        self._connections.add(connection)
+        try:
+            async with asyncio.TaskGroup() as tasks:
+                writer = tasks.create_task(_write_news(connection, context))
+                _read(connection, hello)
+                async for message in messages:
+                    _read(connection, message)
+                writer.cancel()
+        except BaseExceptionGroup as group:
+            raise _what_to_tell(group) from group
+        finally:
+            self._connections.remove(connection)
+            connection.close()
+
+    async def WatchPool(
+        self, _request: scheduler_pb2.WatchPoolRequest, _context: Context
+    ) -> AsyncIterator[scheduler_pb2.PoolSnapshot]:
+        """The pool now, and when it changes."""
+        bell = self._switchboard.bell
+        while not self._is_closing:
+            num_rings = bell.num_rings
+            yield wire.pool_snapshot(
+                self._scheduler_id, self._pool.snapshot(), is_draining=self._pool.is_draining
+            )
+            await asyncio.sleep(_SNAPSHOT_INTERVAL_S)
+            await bell.wait(num_rings, _SNAPSHOT_HEARTBEAT_S - _SNAPSHOT_INTERVAL_S)
+
+    async def Explain(
+        self, request: inference_pb2.ExplainRequest, _context: Context
+    ) -> inference_pb2.ExplainResponse:
+        """A request's history, while it lives and for a while after."""
+        explanation = self._pool.explain(request.request_id)
+        if explanation is None:
+            raise not_found(
+                "UNKNOWN_REQUEST", f"no request {request.request_id!r} is here or ended lately"
+            )
+        return wire.explain_response(explanation)
+
+
+async def _write_news(connection: RouterConnection, context: Context) -> None:
+    try:
+        while True:
+            await context.write(wire.scheduler_message(await connection.take()))
+    except RouterTooSlowError:
+        raise exhausted(
+            "ROUTER_TOO_SLOW", "the router reads slower than its tokens come; they were dropped"
+        ) from None
+    except OutboxClosedError:
+        raise _drained() from None
+
+
+def _drained() -> ServiceError:
+    return unavailable("DRAINED", "this scheduler has shut down; use another")
+
+
+def _read(connection: RouterConnection, message: scheduler_pb2.RouterMessage) -> None:
+    for submission in message.submissions:
+        try:
+            connection.submit(wire.submission_of(submission))
+        except ServiceError as error:
+            connection.refuse(NotTaken(submission.handle, "INVALID", error.message))
+    for cancellation in message.cancellations:
+        connection.cancel(cancellation.handle, wire.status_of_cancellation(cancellation))
+
+
+def _what_to_tell(group: BaseExceptionGroup[BaseException]) -> BaseException:
+    """The error that a stream's caller is meant to see, else what happened."""
+    return next((error for error in group.exceptions if isinstance(error, ServiceError)), group)

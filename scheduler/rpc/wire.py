@@ -1,0 +1,288 @@
+"""Messages of headrace.v1 to and from what this service works with; checks what comes in."""
+
+import re
+from collections.abc import Iterable, Sequence
+from typing import cast
+
+import numpy as np
+
+from headrace.service.columns import pack_int32, pack_uint32, unpack_int32
+from headrace.service.errors import invalid
+from headrace.v1 import common_pb2, gpuworker_pb2, inference_pb2, scheduler_pb2
+from scheduler.core.explain import Explanation
+from scheduler.core.plan import Int32Array, RequestStatus, StepPlan, StepResult
+from scheduler.outbox import Ending, News, Parcel
+from scheduler.pool import WorkerLoad
+from scheduler.requests import Submission
+from scheduler.worker import RowLogprobs, WorkerInfo, WorkerResult, WorkerRole, WorkerState
+
+_VALID_ID = re.compile(r"[A-Za-z0-9._:-]{1,128}")
+
+_ROLES = {
+    common_pb2.WORKER_ROLE_UNSPECIFIED: WorkerRole.MIXED,
+    common_pb2.WORKER_ROLE_MIXED: WorkerRole.MIXED,
+    common_pb2.WORKER_ROLE_PREFILL: WorkerRole.PREFILL,
+    common_pb2.WORKER_ROLE_DECODE: WorkerRole.DECODE,
+}
+_ROLE_NUMBERS = {
+    WorkerRole.MIXED: common_pb2.WORKER_ROLE_MIXED,
+    WorkerRole.PREFILL: common_pb2.WORKER_ROLE_PREFILL,
+    WorkerRole.DECODE: common_pb2.WORKER_ROLE_DECODE,
+}
+_STATE_NUMBERS = {
+    WorkerState.STARTING: common_pb2.WORKER_STATE_STARTING,
+    WorkerState.READY: common_pb2.WORKER_STATE_READY,
+    WorkerState.DRAINING: common_pb2.WORKER_STATE_DRAINING,
+    WorkerState.LOST: common_pb2.WORKER_STATE_LOST,
+}
+_FINISH_REASONS = {
+    RequestStatus.STOPPED: common_pb2.FINISH_REASON_STOP,
+    RequestStatus.LENGTH_CAPPED: common_pb2.FINISH_REASON_LENGTH,
+    RequestStatus.REPETITION: common_pb2.FINISH_REASON_REPETITION,
+    RequestStatus.ABORTED: common_pb2.FINISH_REASON_ABORTED,
+    RequestStatus.ERROR: common_pb2.FINISH_REASON_ERROR,
+    RequestStatus.DEADLINE: common_pb2.FINISH_REASON_DEADLINE,
+}
+_STATUS_BY_CANCEL_REASON = {
+    scheduler_pb2.CANCEL_REASON_UNSPECIFIED: RequestStatus.ABORTED,
+    scheduler_pb2.CANCEL_REASON_ABORTED: RequestStatus.ABORTED,
+    scheduler_pb2.CANCEL_REASON_STOP_STRING: RequestStatus.STOPPED,
+    scheduler_pb2.CANCEL_REASON_DEADLINE: RequestStatus.DEADLINE,
+}
+
+
+def submission_of(message: scheduler_pb2.Submission) -> Submission:
+    """A router's submission; ServiceError names the field that is wrong."""
+    if not _VALID_ID.fullmatch(message.request_id):
+        raise invalid("request_id", "must be 1 to 128 characters of [A-Za-z0-9._:-]")
+    prompt = _token_ids(message.prompt_token_ids, "prompt_token_ids")
+    if not len(prompt):
+        raise invalid("prompt_token_ids", "must not be empty")
+    sampling = message.sampling
+    if not sampling.max_tokens:
+        raise invalid("sampling.max_tokens", "must be at least 1")
+    if not sampling.HasField("seed"):
+        raise invalid("sampling.seed", "must be set")
+    return Submission(
+        handle=message.handle,
+        request_id=message.request_id,
+        prompt_token_ids=prompt,
+        generated_token_ids=_token_ids(message.generated_token_ids, "generated_token_ids"),
+        max_tokens=sampling.max_tokens,
+        sampling=sampling,
+        model=message.model,
+        worker_id=message.worker_id,
+        epoch=message.epoch,
+        stop_token_ids=tuple(sampling.stop_token_ids),
+        min_tokens=sampling.min_tokens,
+        ignore_eos=sampling.ignore_eos,
+        wants_prompt_logprobs=sampling.HasField("prompt_logprobs"),
+        priority=message.priority,
+        arrival_time=message.arrival_time_unix_s,
+        deadline=message.deadline_unix_s or None,
+        cache_salt=message.cache_salt,
+        tenant=message.tenant,
+        traceparent=message.traceparent,
+    )
+
+
+def status_of_cancellation(message: scheduler_pb2.Cancellation) -> RequestStatus:
+    """The final status that a router asks for."""
+    return _STATUS_BY_CANCEL_REASON.get(message.reason, RequestStatus.ABORTED)
+
+
+def scheduler_message(parcel: Parcel) -> scheduler_pb2.SchedulerMessage:
+    """What is sent to a router in one go."""
+    return scheduler_pb2.SchedulerMessage(
+        step_update=_step_update(parcel.news) if parcel.news is not None else None,
+        refusals=[
+            scheduler_pb2.Refusal(handle=r.handle, reason=r.reason, message=r.message)
+            for r in parcel.refusals
+        ],
+    )
+
+
+def pool_snapshot(
+    scheduler_id: str, loads: Iterable[WorkerLoad], *, is_draining: bool
+) -> scheduler_pb2.PoolSnapshot:
+    """The pool as routers see it."""
+    return scheduler_pb2.PoolSnapshot(
+        scheduler_id=scheduler_id,
+        workers=[_worker(load) for load in loads],
+        draining=is_draining,
+    )
+
+
+def explain_response(explanation: Explanation) -> inference_pb2.ExplainResponse:
+    """A request's history for its caller."""
+    return inference_pb2.ExplainResponse(
+        request_id=explanation.request_id,
+        events=[
+            inference_pb2.ExplainEvent(
+                first_step=event.first_step,
+                last_step=event.last_step,
+                kind=event.kind.value,
+                detail=event.detail,
+                num_tokens=event.num_tokens,
+                queue_position=event.queue_position,
+                time_unix_s=event.time,
+            )
+            for event in explanation.events
+        ],
+        steps_waited_by_cause={
+            reason.name: num_steps
+            for reason, num_steps in explanation.steps_waited_by_cause.items()
+        },
+        recomputed_tokens=explanation.num_recomputed_tokens,
+        cached_tokens=explanation.num_cached_tokens,
+        num_preemptions=explanation.num_preemptions,
+    )
+
+
+def plan_message(
+    plan: StepPlan, samplings: Sequence[object], traceparent: str
+) -> gpuworker_pb2.StepPlan:
+    """A plan for the worker; samplings has one entry for each of plan.row_requests."""
+    return gpuworker_pb2.StepPlan(
+        step_id=plan.step_id,
+        freed_rows=pack_int32(plan.freed_rows),
+        row_requests=[
+            gpuworker_pb2.RowRequest(
+                row=request.row,
+                request_id=request.request_id,
+                token_ids=pack_int32(request.token_ids),
+                num_prompt_tokens=request.num_prompt_tokens,
+                sampling=cast("common_pb2.SamplingParams", sampling),
+            )
+            for request, sampling in zip(plan.row_requests, samplings, strict=True)
+        ],
+        appended_block_rows=pack_int32(plan.appended_block_rows),
+        appended_block_ids=pack_int32(plan.appended_block_ids),
+        rows=pack_int32(plan.rows),
+        num_computed_tokens=pack_int32(plan.num_computed_tokens),
+        num_scheduled_tokens=pack_int32(plan.num_scheduled_tokens),
+        num_draft_tokens=pack_int32(plan.num_draft_tokens),
+        draft_token_ids=pack_int32(plan.draft_token_ids),
+        traceparent=traceparent,
+    )
+
+
+def worker_result(message: gpuworker_pb2.StepResult) -> WorkerResult:
+    """A worker's result; ServiceError names the column that does not fit."""
+    num_sampled_tokens = unpack_int32(message.num_sampled_tokens, "num_sampled_tokens")
+    token_ids = _token_ids(message.token_ids, "token_ids")
+    num_draft_tokens = unpack_int32(message.num_draft_tokens, "num_draft_tokens")
+    draft_token_ids = unpack_int32(message.draft_token_ids, "draft_token_ids")
+    _check_counts(num_sampled_tokens, token_ids, "num_sampled_tokens")
+    _check_counts(num_draft_tokens, draft_token_ids, "num_draft_tokens")
+    message_by_failed_row = {error.row: error.message for error in message.errors}
+    return WorkerResult(
+        step=StepResult(
+            step_id=message.step_id,
+            num_sampled_tokens=num_sampled_tokens,
+            token_ids=token_ids,
+            num_draft_tokens=num_draft_tokens,
+            draft_token_ids=draft_token_ids,
+            failed_rows=tuple(message_by_failed_row),
+        ),
+        logprobs=tuple(
+            RowLogprobs(entry.row, entry.tokens, entry.prompt_tokens) for entry in message.logprobs
+        ),
+        message_by_failed_row=message_by_failed_row,
+        elapsed_s=message.elapsed_s,
+    )
+
+
+def worker_info(message: common_pb2.Worker) -> WorkerInfo:
+    """What a worker says of itself; ServiceError names the field that makes no sense."""
+    for name in ("block_size", "num_kv_blocks", "max_num_seqs", "max_num_batched_tokens"):
+        if not getattr(message, name):
+            raise invalid(name, "must be at least 1")
+    if not message.worker_id:
+        raise invalid("worker_id", "must not be empty")
+    return WorkerInfo(
+        worker_id=message.worker_id,
+        incarnation=message.incarnation,
+        model=message.model,
+        max_model_len=message.max_model_len,
+        block_size=message.block_size,
+        num_kv_blocks=message.num_kv_blocks,
+        max_num_seqs=message.max_num_seqs,
+        max_num_batched_tokens=message.max_num_batched_tokens,
+        vocab_size=message.vocab_size,
+        eos_token_ids=tuple(message.eos_token_ids),
+        role=_ROLES[message.role],
+        device=message.device,
+        dtype=message.dtype,
+    )
+
+
+def _worker(load: WorkerLoad) -> common_pb2.Worker:
+    info = load.info
+    return common_pb2.Worker(
+        worker_id=info.worker_id,
+        incarnation=info.incarnation,
+        model=info.model,
+        role=_ROLE_NUMBERS[info.role],
+        state=_STATE_NUMBERS[load.state],
+        max_model_len=info.max_model_len,
+        block_size=info.block_size,
+        num_kv_blocks=info.num_kv_blocks,
+        max_num_seqs=info.max_num_seqs,
+        max_num_batched_tokens=info.max_num_batched_tokens,
+        vocab_size=info.vocab_size,
+        eos_token_ids=info.eos_token_ids,
+        num_free_kv_blocks=load.num_free_blocks,
+        num_running=load.num_running,
+        num_waiting=load.num_waiting,
+        device=info.device,
+        dtype=info.dtype,
+    )
+
+
+def _step_update(news: News) -> scheduler_pb2.StepUpdate:
+    return scheduler_pb2.StepUpdate(
+        handles=pack_uint32(news.handles),
+        num_new_tokens=pack_int32(news.num_new_tokens),
+        token_ids=pack_int32(news.token_ids),
+        finished=[_finished(ending) for ending in news.finished],
+        admitted=[
+            scheduler_pb2.Admitted(
+                handle=start.handle,
+                num_cached_tokens=start.num_cached_tokens,
+                time_unix_s=start.time_s,
+                worker_id=start.worker_id,
+            )
+            for start in news.admitted
+        ],
+        logprobs=[
+            scheduler_pb2.RequestLogprobs(
+                handle=entry.handle,
+                tokens=cast("Sequence[common_pb2.TokenLogprobs]", entry.tokens),
+                prompt_tokens=cast("Sequence[common_pb2.TokenLogprobs]", entry.prompt_tokens),
+            )
+            for entry in news.logprobs
+        ],
+    )
+
+
+def _finished(ending: Ending) -> scheduler_pb2.Finished:
+    return scheduler_pb2.Finished(
+        handle=ending.handle,
+        reason=_FINISH_REASONS[ending.status],
+        stop_token_id=ending.stop_token_id,
+        message=ending.message,
+        num_preemptions=ending.num_preemptions,
+    )
+
+
+def _token_ids(data: bytes, field: str) -> Int32Array:
+    token_ids = unpack_int32(data, field)
+    if len(token_ids) and int(token_ids.min()) < 0:
+        raise invalid(field, "must not be negative")
+    return token_ids
+
+
+def _check_counts(counts: Int32Array, values: Int32Array, field: str) -> None:
+    if (counts < 0).any() or int(counts.sum(dtype=np.int64)) != len(values):
+        raise invalid(field, f"must be non-negative and sum up to {len(values)}")

@@ -1,0 +1,115 @@
+"""What the engine and the pool need of a gpuworker; `scheduler.rpc.gpuworker_client` speaks it."""
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from enum import Enum
+from typing import Protocol
+
+from scheduler.core.plan import StepPlan, StepResult
+
+
+class WorkerRole(Enum):
+    """What a worker is for."""
+
+    MIXED = "MIXED"
+    PREFILL = "PREFILL"
+    DECODE = "DECODE"
+
+
+class WorkerState(Enum):
+    """Whether a worker takes requests."""
+
+    STARTING = "STARTING"
+    READY = "READY"
+    DRAINING = "DRAINING"
+    LOST = "LOST"
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class WorkerInfo:
+    """What a worker said of itself; fixed for an incarnation.
+
+    num_kv_blocks does not count the reserved null block 0.
+    """
+
+    worker_id: str
+    incarnation: str
+    model: str
+    max_model_len: int
+    block_size: int
+    num_kv_blocks: int
+    max_num_seqs: int
+    max_num_batched_tokens: int
+    vocab_size: int
+    eos_token_ids: tuple[int, ...] = ()
+    role: WorkerRole = WorkerRole.MIXED
+    device: str = ""
+    dtype: str = ""
+
+
+@dataclass(frozen=True, slots=True)
+class RowLogprobs:
+    """Log probabilities of the request in a row; the items are the wire's.
+
+    tokens: one per sampled token. prompt_tokens: of the prompt tokens computed in this step.
+    """
+
+    row: int
+    tokens: Sequence[object]
+    prompt_tokens: Sequence[object]
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class WorkerResult:
+    """A step's result and what came with it; message_by_failed_row is for people."""
+
+    step: StepResult
+    logprobs: tuple[RowLogprobs, ...]
+    message_by_failed_row: dict[int, str]
+    elapsed_s: float
+
+
+class WorkerLostError(Exception):
+    """The worker is gone, or does not keep to the protocol; nothing more comes from it."""
+
+
+class WorkerUnavailableError(Exception):
+    """The worker cannot be reached, or is not ready yet."""
+
+
+class WorkerStream(Protocol):
+    """Steps of one incarnation, in order. Its end is final."""
+
+    async def send(self, plan: StepPlan, samplings: Sequence[object], traceparent: str) -> None:
+        """Send a plan; samplings has one entry for each of plan.row_requests.
+
+        Raises:
+            WorkerLostError: when the stream is broken.
+        """
+
+    async def receive(self) -> WorkerResult:
+        """The result of the oldest plan without one.
+
+        Raises:
+            WorkerLostError: when the stream is broken.
+        """
+
+    def close(self) -> None:
+        """Give the stream up, whatever is on its way."""
+
+
+class WorkerConnector(Protocol):
+    """The way to one address where a gpuworker listens (or will)."""
+
+    async def describe(self) -> WorkerInfo:
+        """What the worker is.
+
+        Raises:
+            WorkerUnavailableError: when it does not answer or still loads its model.
+        """
+
+    def execute(self) -> WorkerStream:
+        """A new stream, with every row empty; it ends an older one of that worker."""
+
+    async def close(self) -> None:
+        """Give up the connection."""

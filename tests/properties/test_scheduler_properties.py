@@ -1,0 +1,257 @@
+"""Whatever happens to a scheduler: promises hold, both paths agree, recordings replay."""
+
+import json
+from collections import deque
+from typing import Any
+
+import numpy as np
+from hypothesis import HealthCheck, settings
+from hypothesis import strategies as st
+from hypothesis.stateful import RuleBasedStateMachine, initialize, invariant, precondition, rule
+
+from scheduler.core.plan import (
+    NewRequest,
+    Pause,
+    RepetitionLimit,
+    SchedulerConfig,
+    StepPlan,
+    StepResult,
+)
+from scheduler.core.recording import Recorder
+from scheduler.core.replay import first_difference
+from scheduler.core.scheduler import SchedulerCore
+from scheduler.core.trace import Record, assemble, header
+
+EOS = 2
+MAX_MODEL_LEN = 48
+PREFIXES = [np.random.default_rng(seed).integers(3, 9, MAX_MODEL_LEN, np.int32) for seed in (1, 2)]
+
+configs = st.builds(
+    SchedulerConfig,
+    block_size=st.sampled_from([2, 2, 4, 1]),
+    num_gpu_blocks=st.integers(14, 70),
+    max_model_len=st.just(MAX_MODEL_LEN),
+    max_num_batched_tokens=st.integers(4, 60),
+    max_num_seqs=st.integers(1, 8),
+    long_prefill_token_threshold=st.sampled_from([0, 0, 7]),
+    enable_chunked_prefill=st.booleans(),
+    policy=st.sampled_from(["fcfs", "priority"]),
+    priority_preemption=st.booleans(),
+    enable_prefix_caching=st.booleans(),
+    watermark=st.sampled_from([0.0, 0.0, 0.2]),
+    reserve_full_sequence=st.booleans(),
+    num_spec_tokens=st.sampled_from([0, 0, 3]),
+    spec_kind=st.sampled_from(["ngram", "draft", "eagle"]),
+    pipeline_depth=st.sampled_from([1, 1, 2, 3]),
+)
+
+
+def random_request(random: np.random.Generator, key: int, now: float) -> NewRequest:
+    """Prompts share beginnings; tokens are few, so that stops and repetitions happen."""
+    length = int(random.integers(1, 30))
+    prompt = PREFIXES[random.integers(2)][:length].copy()
+    prompt[random.integers(length) :] += random.integers(3, dtype=np.int32)
+
+    def maybe(share: float, value: Any, otherwise: Any) -> Any:
+        return value if random.random() < share else otherwise
+
+    return NewRequest(
+        key=key,
+        request_id=f"r{key}",
+        prompt_token_ids=prompt,
+        max_tokens=int(random.integers(1, 16)),
+        arrival_time=float(random.integers(4)),
+        priority=int(random.integers(4)),
+        eos_token_ids=maybe(0.3, (EOS,), maybe(0.2, (EOS, 3), ())),
+        stop_token_ids=maybe(0.1, (4, 5), maybe(0.1, tuple(range(20, 30)), ())),
+        min_tokens=maybe(0.2, 3, 0),
+        cache_salt=maybe(0.1, "salt", ""),
+        skip_reading_prefix_cache=maybe(0.1, True, False),
+        needs_grammar=maybe(0.15, True, False),
+        deadline=maybe(0.1, now + 12.0, None),
+        repetition=maybe(0.2, RepetitionLimit(2, 1, 3), None),
+    )
+
+
+class SchedulerMachine(RuleBasedStateMachine):
+    """Drives two recorded cores alike: one by columns, one request by request."""
+
+    @initialize(config=configs, seed=st.integers(0, 1000))
+    def start(self, config: SchedulerConfig, seed: int) -> None:
+        self.config = config
+        self.random = np.random.default_rng(seed)
+        self.now = 0.0
+        self.records: tuple[list[Record], list[Record]] = ([], [])
+        self.cores = tuple(
+            Recorder(SchedulerCore(config, max_walked_rows=walked), records.append)
+            for walked, records in zip((0, 10**6), self.records, strict=True)
+        )
+        self.by_columns = self.cores[0].core
+        self.num_added = 0
+        self.unblocked: dict[int, bool] = {}
+        self.flights: deque[tuple[StepPlan, Any]] = deque()
+        self.ended: set[int] = set()
+        self.first_admissions: list[int] = []
+        self.pause = Pause.UNPAUSED
+
+    @rule(count=st.integers(1, 5))
+    def add(self, count: int) -> None:
+        for _ in range(count):
+            request = random_request(self.random, self.num_added, self.now)
+            num_tokens = len(request.prompt_token_ids)
+            if self.by_columns.refusal(num_tokens, request.max_tokens) is not None:
+                continue
+            self.num_added += 1
+            self.unblocked[request.key] = not request.needs_grammar
+            for core in self.cores:
+                core.add_request(request, self.now)
+
+    @rule(data=st.data())
+    @precondition(lambda self: self.num_added)
+    def abort(self, data: st.DataObject) -> None:
+        self._abort(data.draw(st.integers(0, self.num_added - 1)))
+
+    @rule(data=st.data())
+    @precondition(lambda self: self.num_added)
+    def mark_ready(self, data: st.DataObject) -> None:
+        key = data.draw(st.integers(0, self.num_added - 1))
+        for core in self.cores:
+            core.mark_ready(f"r{key}")
+
+    @rule(pause=st.sampled_from(list(Pause)))
+    def set_pause(self, pause: Pause) -> None:
+        self.pause = pause
+        for core in self.cores:
+            core.set_pause(pause)
+
+    @rule(reset_running=st.booleans())
+    def reset_prefix_cache(self, reset_running: bool) -> None:
+        first, second = (c.reset_prefix_cache(reset_running=reset_running) for c in self.cores)
+        assert first == second
+
+    @rule(
+        count=st.integers(1, 8),
+        throttle=st.sampled_from([False, False, False, True]),
+        abort_mid=st.booleans(),
+    )
+    def steps(self, count: int, throttle: bool, abort_mid: bool) -> None:
+        for _ in range(count):
+            self._step(throttle=throttle)
+            if abort_mid and self.num_added:
+                self._abort(int(self.random.integers(self.num_added)))
+            while len(self.flights) >= self.config.pipeline_depth:
+                self._update()
+            abort_mid = False
+
+    @invariant()
+    def every_block_has_one_owner(self) -> None:
+        if hasattr(self, "cores"):
+            for core in self.cores:
+                core.check_invariants()
+
+    @invariant()
+    def both_paths_agree(self) -> None:
+        if hasattr(self, "records"):
+            by_columns, one_by_one = self.records
+            assert by_columns == one_by_one
+
+    def teardown(self) -> None:
+        if not hasattr(self, "cores"):
+            return
+        self.set_pause(Pause.UNPAUSED)
+        for key in range(self.num_added):
+            for core in self.cores:
+                core.mark_ready(f"r{key}")
+        for _ in range(1500):
+            if not self.by_columns.has_unfinished:
+                break
+            self.steps(1, throttle=False, abort_mid=False)
+        while self.flights:
+            self._update()
+        for core in self.cores:
+            core.end_step()
+        self.both_paths_agree()
+        assert self.ended == set(range(self.num_added)), "a request has no final status"
+        assert self.by_columns.num_free_blocks == self.config.num_gpu_blocks - 1
+        for key in range(self.num_added):
+            explanation = self.by_columns.explain(f"r{key}")
+            assert explanation is not None
+            assert explanation.status.is_finished
+        if self.config.policy == "fcfs":
+            in_order = [key for key in self.first_admissions if self.unblocked[key]]
+            assert in_order == sorted(in_order), "somebody overtook under FCFS"
+        trace = assemble([header(self.config, "run"), *self.records[0]])
+        assert first_difference(json.loads(json.dumps(trace))) is None
+
+    def _abort(self, key: int) -> None:
+        first, second = (core.abort(key) for core in self.cores)
+        assert first == second
+        if first is not None:
+            self.ended.add(key)
+
+    def _step(self, *, throttle: bool) -> None:
+        self.now += 1.0
+        plan, other = (c.schedule(self.now, throttle_prefills=throttle) for c in self.cores)
+        assert plan.facts == other.facts
+        assert plan.appended_block_rows.tolist() == other.appended_block_rows.tolist()
+        assert plan.freed_rows.tolist() == other.freed_rows.tolist()
+        assert plan.rows.tolist() == other.rows.tolist()
+        num_tokens = plan.num_scheduled_tokens.tolist()
+        assert sum(num_tokens) <= self.config.max_num_batched_tokens
+        assert all(count > 0 for count in num_tokens)
+        assert self.by_columns.num_running <= self.config.max_num_seqs
+        table = self.by_columns.state.table
+        keys = [table.request(row).key for row in plan.rows.tolist()]
+        assert len(set(keys)) == len(keys)
+        assert not set(keys) & set(plan.preempted_keys), "scheduled and preempted in one step"
+        assert set(plan.appended_block_rows.tolist()) <= set(plan.rows.tolist())
+        for victim in plan.facts.victims:
+            assert victim.trigger_id, "a victim of nobody"
+        if not plan.facts.victims and self.pause is Pause.UNPAUSED and not throttle:
+            self._check_nobody_is_forgotten(plan, keys)
+        self.first_admissions += [a.key for a in plan.admissions if not a.is_resumed]
+        self.ended |= {one.key for one in plan.expired}
+        flight = next((f for f in self.by_columns.state.flights if f.step_id == plan.step_id), None)
+        self.flights.append((plan, flight))
+
+    def _check_nobody_is_forgotten(self, plan: StepPlan, keys: list[int]) -> None:
+        """Every waiting request has a reason: its own, or that of the head it is behind."""
+        facts = plan.facts
+        assert len(facts.passed_over) + facts.num_behind_head == self.by_columns.num_waiting
+        if facts.num_behind_head:
+            assert facts.passed_over, "somebody waits behind nobody"
+
+    def _update(self) -> None:
+        plan, flight = self.flights.popleft()
+        if flight is None:
+            return
+        drafts = plan.num_draft_tokens.tolist() or [0] * plan.num_reqs
+        counts = [
+            0 if is_chunk else int(self.random.integers(1, num_drafts + 2))
+            for is_chunk, num_drafts in zip(flight.is_prefill_chunk, drafts, strict=True)
+        ]
+        proposed = np.zeros(0, np.int32)
+        if self.config.num_spec_tokens:
+            proposed = self.random.integers(0, self.config.num_spec_tokens + 1, plan.num_reqs)
+        result = StepResult(
+            step_id=plan.step_id,
+            num_sampled_tokens=np.array(counts, dtype=np.int32),
+            token_ids=self.random.integers(2, 9, sum(counts), dtype=np.int32),
+            num_draft_tokens=proposed.astype(np.int32),
+            draft_token_ids=self.random.integers(2, 9, int(proposed.sum()), dtype=np.int32),
+        )
+        output, other = (core.update(result, self.now) for core in self.cores)
+        assert output.finished == other.finished
+        assert output.token_ids.tolist() == other.token_ids.tolist()
+        assert output.keys.tolist() == other.keys.tolist()
+        self.ended |= {one.key for one in output.finished}
+
+
+TestScheduler = SchedulerMachine.TestCase
+TestScheduler.settings = settings(
+    max_examples=60,
+    stateful_step_count=25,
+    deadline=None,
+    derandomize=True,
+    suppress_health_check=list(HealthCheck),
+)

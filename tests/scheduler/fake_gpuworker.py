@@ -1,0 +1,279 @@
+"""A gpuworker that speaks the real protocol and runs no model.
+
+Its next token is a function of all tokens before it, so what a request should give is known. Its
+KV cache holds, per slot, what the tokens up to there were: a block used by two requests, freed
+too early or taken wrongly from the prefix cache is noticed at the step that reads it.
+"""
+
+import asyncio
+import uuid
+from collections.abc import AsyncIterator, Sequence
+from dataclasses import dataclass, field
+
+import grpc.aio
+import numpy as np
+
+from headrace.service.columns import pack_int32, unpack_int32
+from headrace.service.errors import unavailable
+from headrace.service.serving import GrpcServer, ServingConfig
+from headrace.v1 import common_pb2, gpuworker_pb2, gpuworker_pb2_grpc
+
+VOCAB_SIZE = 1000
+EOS_TOKEN_ID = 2
+_FIRST_TOKEN_ID = 10
+_PRIME = 1_000_003
+
+
+def next_hash(before: int, token_id: int) -> int:
+    return (before * _PRIME + token_id + 1) % (1 << 61)
+
+
+def hash_of(token_ids: Sequence[int]) -> int:
+    value = 7
+    for token_id in token_ids:
+        value = next_hash(value, token_id)
+    return value
+
+
+def token_after(prefix_hash: int) -> int:
+    return _FIRST_TOKEN_ID + prefix_hash % (VOCAB_SIZE - _FIRST_TOKEN_ID)
+
+
+def expected_tokens(prompt: Sequence[int], num_tokens: int) -> list[int]:
+    """What a request with this prompt generates; never EOS."""
+    value = hash_of(prompt)
+    tokens = []
+    for _ in range(num_tokens):
+        tokens.append(token_after(value))
+        value = next_hash(value, tokens[-1])
+    return tokens
+
+
+@dataclass
+class Row:
+    """A request in the fake's batch; hashes[i] covers tokens[: i + 1]."""
+
+    request_id: str
+    token_ids: list[int]
+    num_prompt_tokens: int
+    sampling: common_pb2.SamplingParams
+    hashes: list[int]
+    blocks: list[int] = field(default_factory=list)
+
+    def append(self, token_id: int) -> None:
+        self.token_ids.append(token_id)
+        self.hashes.append(next_hash(self.hashes[-1], token_id))
+
+
+class FakeModel:
+    """Rows and KV slots of one Execute stream."""
+
+    def __init__(self, worker: "FakeGpuWorker") -> None:
+        self._worker = worker
+        self._rows: dict[int, Row] = {}
+        self._kv: dict[int, int] = {}
+
+    def step(self, plan: gpuworker_pb2.StepPlan) -> gpuworker_pb2.StepResult:
+        for row in unpack_int32(plan.freed_rows, "freed_rows").tolist():
+            del self._rows[row]
+        for request in plan.row_requests:
+            self._place(request)
+        appended = zip(
+            unpack_int32(plan.appended_block_rows, "rows").tolist(),
+            unpack_int32(plan.appended_block_ids, "ids").tolist(),
+            strict=True,
+        )
+        for row, block_id in appended:
+            assert 1 <= block_id <= self._worker.num_kv_blocks, f"block {block_id} is none"
+            self._rows[row].blocks.append(block_id)
+        rows = unpack_int32(plan.rows, "rows").tolist()
+        computed = unpack_int32(plan.num_computed_tokens, "computed").tolist()
+        scheduled = unpack_int32(plan.num_scheduled_tokens, "scheduled").tolist()
+        assert sum(scheduled) <= self._worker.max_num_batched_tokens, "over the budget"
+        result = gpuworker_pb2.StepResult(step_id=plan.step_id)
+        sampled: list[int] = []
+        counts: list[int] = []
+        for row, num_computed, num_scheduled in zip(rows, computed, scheduled, strict=True):
+            token_ids = self._advance(row, num_computed, num_scheduled, result)
+            counts.append(len(token_ids))
+            sampled.extend(token_ids)
+        result.num_sampled_tokens = pack_int32(np.array(counts, dtype=np.int32))
+        result.token_ids = pack_int32(np.array(sampled, dtype=np.int32))
+        return result
+
+    def _place(self, request: gpuworker_pb2.RowRequest) -> None:
+        assert request.row not in self._rows, f"row {request.row} is taken"
+        assert request.row < self._worker.max_num_seqs, f"row {request.row} is none"
+        assert request.sampling.HasField("seed"), "a request without a seed"
+        token_ids = unpack_int32(request.token_ids, "token_ids").tolist()
+        hashes = []
+        value = 7
+        for token_id in token_ids:
+            value = next_hash(value, token_id)
+            hashes.append(value)
+        self._rows[request.row] = Row(
+            request.request_id, token_ids, request.num_prompt_tokens, request.sampling, hashes
+        )
+
+    def _advance(
+        self, number: int, num_computed: int, num_scheduled: int, result: gpuworker_pb2.StepResult
+    ) -> list[int]:
+        row = self._rows[number]
+        end = num_computed + num_scheduled
+        assert num_scheduled > 0, "a row that does not advance"
+        assert end <= len(row.token_ids), f"{row.request_id} advances beyond its tokens"
+        assert len(row.blocks) * self._worker.block_size >= end, f"{row.request_id} lacks blocks"
+        for position in range(num_computed):
+            found = self._kv.get(self._slot(row, position))
+            assert found == row.hashes[position], f"KV of {row.request_id} was lost at {position}"
+        for position in range(num_computed, end):
+            self._kv[self._slot(row, position)] = row.hashes[position]
+        if row.request_id in self._worker.failing_ids:
+            result.errors.add(row=number, message="logits are not finite")
+            return []
+        logprobs = gpuworker_pb2.RowLogprobs(row=number)
+        if row.sampling.HasField("prompt_logprobs"):
+            computed_prompt = row.token_ids[max(num_computed, 1) : min(end, row.num_prompt_tokens)]
+            logprobs.prompt_tokens.extend(_logprobs(computed_prompt))
+        token_ids = []
+        if end == len(row.token_ids):
+            token_ids = [self._worker.sample(row)]
+            row.append(token_ids[0])
+            if row.sampling.HasField("logprobs"):
+                logprobs.tokens.extend(_logprobs(token_ids))
+        if logprobs.tokens or logprobs.prompt_tokens:
+            result.logprobs.append(logprobs)
+        return token_ids
+
+    def _slot(self, row: Row, position: int) -> int:
+        size = self._worker.block_size
+        return row.blocks[position // size] * size + position % size
+
+
+def _logprobs(token_ids: Sequence[int]) -> list[common_pb2.TokenLogprobs]:
+    return [common_pb2.TokenLogprobs(token_id=t, logprob=-float(t), rank=1) for t in token_ids]
+
+
+class FakeGpuWorker(gpuworker_pb2_grpc.GpuWorkerServicer):
+    """One worker; `start` and `kill` as often as wanted, on one port, each a new incarnation.
+
+    hold() stops steps before they are done, release(n) lets n of them end (all when n is None).
+    """
+
+    def __init__(
+        self,
+        worker_id: str = "w0",
+        *,
+        model: str = "fake",
+        block_size: int = 4,
+        num_kv_blocks: int = 64,
+        max_model_len: int = 256,
+        max_num_seqs: int = 16,
+        max_num_batched_tokens: int = 64,
+    ) -> None:
+        self.worker_id = worker_id
+        self.model = model
+        self.block_size = block_size
+        self.num_kv_blocks = num_kv_blocks
+        self.max_model_len = max_model_len
+        self.max_num_seqs = max_num_seqs
+        self.max_num_batched_tokens = max_num_batched_tokens
+        self.failing_ids: set[str] = set()
+        # Number of its tokens after which a request gets EOS.
+        self.eos_after: dict[str, int] = {}
+        self.is_loaded = True
+        # Added to the next result's step_id, once.
+        self.step_id_offset = 0
+        self.pace_s = 0.0
+        self.plans: list[gpuworker_pb2.StepPlan] = []
+        self.num_steps_begun = 0
+        self.address = "127.0.0.1:0"
+        self.errors: list[AssertionError] = []
+        self.changed = asyncio.Condition()
+        self._num_allowed: int | None = None
+        self._server: GrpcServer | None = None
+        self._incarnation = ""
+
+    async def start(self) -> str:
+        self._incarnation = uuid.uuid4().hex
+        self._server = GrpcServer(ServingConfig(listen=self.address), ["headrace.v1.GpuWorker"])
+        gpuworker_pb2_grpc.add_GpuWorkerServicer_to_server(self, self._server.server)
+        self.address = await self._server.start()
+        return self.address
+
+    async def kill(self) -> None:
+        """Break every call, at once."""
+        if self._server is not None:
+            await self._server.stop(0)
+            self._server = None
+
+    def hold(self) -> None:
+        self._num_allowed = 0
+
+    async def release(self, num_steps: int | None = None) -> None:
+        async with self.changed:
+            if num_steps is None or self._num_allowed is None:
+                self._num_allowed = num_steps
+            else:
+                self._num_allowed += num_steps
+            self.changed.notify_all()
+
+    async def step_begun(self, number: int) -> None:
+        """Wait until that many steps were begun, over all incarnations."""
+        async with self.changed:
+            await self.changed.wait_for(lambda: self.num_steps_begun >= number)
+
+    def sample(self, row: Row) -> int:
+        num_generated = len(row.token_ids) - row.num_prompt_tokens
+        if self.eos_after.get(row.request_id) == num_generated:
+            return EOS_TOKEN_ID
+        return token_after(row.hashes[-1])
+
+    async def Describe(self, request, context):
+        if not self.is_loaded:
+            raise unavailable("LOADING", "the model is loading")
+        return gpuworker_pb2.DescribeResponse(
+            worker=common_pb2.Worker(
+                worker_id=self.worker_id,
+                incarnation=self._incarnation,
+                model=self.model,
+                max_model_len=self.max_model_len,
+                block_size=self.block_size,
+                num_kv_blocks=self.num_kv_blocks,
+                max_num_seqs=self.max_num_seqs,
+                max_num_batched_tokens=self.max_num_batched_tokens,
+                vocab_size=VOCAB_SIZE,
+                eos_token_ids=[EOS_TOKEN_ID],
+            )
+        )
+
+    async def Execute(
+        self,
+        request_iterator: AsyncIterator[gpuworker_pb2.StepPlan],
+        context: grpc.aio.ServicerContext,
+    ) -> AsyncIterator[gpuworker_pb2.StepResult]:
+        model = FakeModel(self)
+        async for plan in request_iterator:
+            self.plans.append(plan)
+            await self._begin_step()
+            try:
+                result = model.step(plan)
+            except (AssertionError, KeyError) as error:
+                self.errors.append(AssertionError(repr(error)))
+                raise
+            result.step_id += self.step_id_offset
+            self.step_id_offset = 0
+            if self.pace_s:
+                await asyncio.sleep(self.pace_s)
+            yield result
+
+    async def _begin_step(self) -> None:
+        async with self.changed:
+            self.num_steps_begun += 1
+            self.changed.notify_all()
+            if self._num_allowed is not None:
+                await self.changed.wait_for(
+                    lambda: self._num_allowed is None or self._num_allowed > 0
+                )
+            if self._num_allowed is not None:
+                self._num_allowed -= 1

@@ -1,0 +1,201 @@
+"""Workers that come late, die, hang and come back; requests that outlive them."""
+
+import time
+
+import pytest
+
+from headrace.v1 import common_pb2
+from scheduler.config import PoolSettings, SchedulerSettings
+from scheduler.core.plan import RequestStatus
+from scheduler.worker import WorkerState
+from tests.scheduler.fake_gpuworker import FakeGpuWorker, expected_tokens
+from tests.scheduler.harness import router_to, running_scheduler, until
+
+PROMPTS = [[20 + i, 30 + i, 40 + i] for i in range(8)]
+
+
+def state_of(scheduler, worker_id: str) -> WorkerState | None:
+    loads = scheduler.pool.snapshot()
+    return next((load.state for load in loads if load.info.worker_id == worker_id), None)
+
+
+async def test_a_worker_is_ready_once_its_model_is_loaded():
+    worker = FakeGpuWorker()
+    worker.is_loaded = False
+    await worker.start()
+    async with running_scheduler([worker]) as scheduler, router_to(scheduler) as router:
+        early = await router.submit(PROMPTS[0], 3)
+        assert (await router.refused(early)).reason == "NO_WORKER"
+        worker.is_loaded = True
+        await scheduler.ready()
+        handle = await router.submit(PROMPTS[0], 3)
+        assert await router.finished(handle) == [expected_tokens(PROMPTS[0], 3)]
+
+
+@pytest.mark.parametrize("depth", [1, 2])
+async def test_a_worker_that_dies_while_decoding_leaves_no_gap_and_no_duplicate(depth):
+    worker = FakeGpuWorker()
+    worker.hold()
+    await worker.start()
+    async with running_scheduler([worker], SchedulerSettings(pipeline_depth=depth)) as scheduler:
+        await scheduler.ready()
+        async with router_to(scheduler) as router:
+            handles = await router.submit_all([(prompt, 40) for prompt in PROMPTS])
+            await worker.release(6)
+            await worker.step_begun(7)  # in the middle of a step
+            await worker.kill()
+            await until(lambda: state_of(scheduler, "w0") is WorkerState.LOST)
+            assert not any(router.received[handle].finished for handle in handles)
+            await worker.start()
+            await worker.release()
+            assert await router.finished(*handles) == [
+                expected_tokens(prompt, 40) for prompt in PROMPTS
+            ]
+
+
+async def test_another_worker_of_the_model_goes_on_with_a_lost_one_s_requests():
+    one, other = FakeGpuWorker("one"), FakeGpuWorker("other")
+    await one.start()
+    await other.start()
+    one.hold()
+    async with running_scheduler([one, other]) as scheduler:
+        await scheduler.ready(2)
+        async with router_to(scheduler) as router:
+            handles = await router.submit_all([(p, 30) for p in PROMPTS], worker_id="one")
+            await one.release(5)
+            await one.step_begun(6)
+            await one.kill()
+            assert await router.finished(*handles) == [
+                expected_tokens(prompt, 30) for prompt in PROMPTS
+            ]
+            assert all(router.received[h].admitted.worker_id == "one" for h in handles)
+    resumed = {r.request_id: r for plan in other.plans for r in plan.row_requests}
+    assert len(resumed) == len(PROMPTS)
+    assert all(len(r.token_ids) > 4 * r.num_prompt_tokens for r in resumed.values())
+
+
+async def test_a_worker_that_hangs_is_given_up_and_its_requests_go_on():
+    hanging, well = FakeGpuWorker("hanging"), FakeGpuWorker("well")
+    await hanging.start()
+    await well.start()
+    hanging.hold()
+    pool_settings = PoolSettings(step_timeout_s=0.3)
+    async with running_scheduler([hanging, well], None, pool_settings) as scheduler:
+        await scheduler.ready(2)
+        async with router_to(scheduler) as router:
+            handle = await router.submit(PROMPTS[0], 10, worker_id="hanging")
+            assert await router.finished(handle) == [expected_tokens(PROMPTS[0], 10)]
+            await hanging.release()
+            # It is not dead, only late: a new stream makes it useful again.
+            await scheduler.ready(2)
+            again = await router.submit(PROMPTS[1], 3, worker_id="hanging")
+            assert await router.finished(again) == [expected_tokens(PROMPTS[1], 3)]
+
+
+async def test_a_request_that_kills_every_worker_ends_as_an_error():
+    worker = FakeGpuWorker()
+    worker.hold()
+    await worker.start()
+    async with running_scheduler([worker], None, PoolSettings(max_num_losses=1)) as scheduler:
+        await scheduler.ready()
+        async with router_to(scheduler) as router:
+            handle = await router.submit(PROMPTS[0], 10)
+            for _ in range(2):
+                await worker.step_begun(len(worker.plans) or 1)
+                await until(lambda: bool(scheduler.ready_workers()))
+                await until(lambda: _is_stepping(scheduler))
+                await worker.kill()
+                await until(lambda: not scheduler.ready_workers())
+                await worker.start()
+            await router.finished(handle)
+    finished = router.received[handle].finished
+    assert finished.reason == common_pb2.FINISH_REASON_ERROR
+    assert "died 2 times" in finished.message
+
+
+def _is_stepping(scheduler) -> bool:
+    engine = scheduler.pool._workers[0].engine
+    return engine is not None and bool(engine._in_flight)
+
+
+async def test_requests_without_a_worker_can_be_aborted_and_expire():
+    worker = FakeGpuWorker()
+    await worker.start()
+    worker.hold()
+    async with running_scheduler([worker]) as scheduler:
+        await scheduler.ready()
+        async with router_to(scheduler) as router:
+            aborted = await router.submit(PROMPTS[0], 10)
+            expiring = await router.submit(PROMPTS[1], 10, deadline_unix_s=time.time() + 0.5)
+            await until(lambda: _is_stepping(scheduler))
+            await worker.kill()
+            await until(lambda: len(scheduler.pool._limbo) == 2)
+            await router.cancel(aborted)
+            await router.finished(aborted, expiring)
+    assert router.received[aborted].finished.reason == common_pb2.FINISH_REASON_ABORTED
+    assert router.received[expiring].finished.reason == common_pb2.FINISH_REASON_DEADLINE
+
+
+async def test_requests_without_a_worker_end_as_errors_after_a_while():
+    worker = FakeGpuWorker()
+    await worker.start()
+    worker.hold()
+    pool_settings = PoolSettings(requeue_timeout_s=0.2)
+    async with running_scheduler([worker], None, pool_settings) as scheduler:
+        await scheduler.ready()
+        async with router_to(scheduler) as router:
+            handle = await router.submit(PROMPTS[0], 10)
+            await until(lambda: _is_stepping(scheduler))
+            await worker.kill()
+            await router.finished(handle)
+    assert router.received[handle].finished.reason == common_pb2.FINISH_REASON_ERROR
+
+
+async def test_cancelling_just_before_the_worker_dies_is_not_forgotten():
+    worker = FakeGpuWorker()
+    await worker.start()
+    worker.hold()
+    async with running_scheduler([worker]) as scheduler:
+        await scheduler.ready()
+        async with router_to(scheduler) as router:
+            handles = await router.submit_all([(prompt, 10) for prompt in PROMPTS])
+            await until(lambda: _is_stepping(scheduler))
+            engine = scheduler.pool._workers[0].engine
+            # Both messages wait for the loop when it is ended.
+            request = scheduler.switchboard.find(1, handles[0])
+            engine.cancel(request, RequestStatus.ABORTED)
+            await worker.kill()
+            await worker.start()
+            await worker.release()
+            tokens = await router.finished(*handles)
+    assert router.received[handles[0]].finished.reason == common_pb2.FINISH_REASON_ABORTED
+    assert tokens[1:] == [expected_tokens(prompt, 10) for prompt in PROMPTS[1:]]
+
+
+async def test_submissions_go_to_the_less_loaded_worker():
+    one, other = FakeGpuWorker("one"), FakeGpuWorker("other")
+    await one.start()
+    await other.start()
+    one.hold()
+    other.hold()
+    async with running_scheduler([one, other]) as scheduler:
+        await scheduler.ready(2)
+        async with router_to(scheduler) as router:
+            handles = await router.submit_all([(prompt, 5) for prompt in PROMPTS])
+            await until(lambda: len(scheduler.switchboard.requests) == len(handles))
+            loads = scheduler.pool.snapshot()
+            assert [load.num_running + load.num_waiting for load in loads] == [4, 4]
+            await one.release()
+            await other.release()
+            await router.finished(*handles)
+
+
+async def test_a_result_that_answers_another_step_ends_the_incarnation():
+    worker = FakeGpuWorker()
+    await worker.start()
+    async with running_scheduler([worker]) as scheduler:
+        await scheduler.ready()
+        async with router_to(scheduler) as router:
+            worker.step_id_offset = 1
+            handle = await router.submit(PROMPTS[0], 60)
+            assert await router.finished(handle) == [expected_tokens(PROMPTS[0], 60)]
