@@ -51,18 +51,18 @@ class HeldKernel:
         if self._is_interpreted:
             self._function[grid](*arguments, **self._constants)
             return
-        key = tuple([_class_of(argument) for argument in arguments])
+        active = triton.runtime.driver.active
+        device = active.get_current_device()
+        key = (device, *[_class_of(argument) for argument in arguments])
         kernel = self._compiled.get(key)
         if kernel is None:
             self._compiled[key] = self._function[grid](
                 *arguments, **self._constants, **self._options
             )
             return
-        active = triton.runtime.driver.active
-        stream = active.get_current_stream(active.get_current_device())
         kernel.run(
             *grid,
-            stream,
+            active.get_current_stream(device),
             kernel.function,
             kernel.packed_metadata,
             None,

@@ -72,7 +72,8 @@ def main() -> int:
 def _groups(*, everything: bool) -> dict[str, list[shipped.Launch]]:
     """Launches by who ships them; those of a group share kernels."""
     models = shipped.all_models() if everything else shipped.MODELS
-    return {model.name: list(shipped.attention_launches(model)) for model in models}
+    groups = {model.name: list(shipped.attention_launches(model)) for model in models}
+    return groups | {launch.name: [launch] for launch in shipped.op_launches()}
 
 
 def _compile(job: tuple[str, str, bool]) -> list[Row]:

@@ -10,6 +10,16 @@ import torch
 from gpuworker.attention.interface import AttentionLayer, KvShape, LayerKv, StepShape
 from gpuworker.attention.triton.backend import AttentionSetup, TritonAttention
 from gpuworker.attention.triton.configs import ConfigKey, Target, tile_config
+from gpuworker.kernels.fused import TritonOps
+from gpuworker.kernels.ops import (
+    Adjustments,
+    Draws,
+    HeadNorms,
+    LogitEdits,
+    RopeTables,
+    TokenPlaces,
+    Verification,
+)
 
 CPU = torch.device("cpu")
 # A matrix instruction must be in the kernel; on NVIDIA which one depends on rows and generation.
@@ -62,6 +72,68 @@ def all_models() -> Iterator[Model]:
         yield Model(name, 8, 2, head_dim, page, is_float8, window, cap)
 
 
+def op_launches() -> Iterator[Launch]:
+    """The passes between products, at the sizes of an 8-billion-parameter Llama or Qwen."""
+    yield Launch("layer", _layer_ops, lambda target: {})
+    yield Launch("sampling", _sampling_ops, lambda target: {})
+
+
+def _layer_ops(target: Target) -> None:
+    ops = TritonOps()
+    hidden, weight = _zeros(2, 4096), _zeros(4096)
+    ops.add_rms_norm(hidden, hidden.clone(), weight, 1e-5)
+    ops.add_rms_norm(hidden, None, weight, 1e-5)
+    gate_up = _zeros(2, 2 * 14336)
+    ops.gate(gate_up, "silu")
+    ops.gate(gate_up, "gelu_tanh")
+    places = TokenPlaces(torch.zeros(2, dtype=torch.int64), torch.zeros(2, dtype=torch.int32))
+    norms = HeadNorms(_zeros(128), _zeros(128), 1e-6)
+    rope = RopeTables(torch.zeros(16, 64), torch.zeros(16, 64))
+    for kv_dtype in [torch.bfloat16] + [_float8(target)] * target.has_float8:
+        pool = _zeros(2, 8, 64, 128).to(kv_dtype)
+        kv = LayerKv(pool, pool.clone())
+        ops.rotate_and_write(_zeros(2, 48, 128), kv, places, norms, rope)
+        ops.rotate_and_write(_zeros(2, 48, 128), kv, places, None, rope)
+
+
+def _sampling_ops(target: Target) -> None:
+    ops, vocab_size, words = TritonOps(), 151936, 4748
+    logits, floats = torch.zeros(1, vocab_size), torch.ones(1)
+    ints, longs = torch.ones(1, dtype=torch.int32), torch.zeros(1, dtype=torch.int64)
+    ops.edit_logits(logits, LogitEdits(ints, ints, floats))
+    bits = torch.zeros(2, words, dtype=torch.int32)
+    adjustments = Adjustments(
+        slots=ints,
+        output_counts=torch.zeros(2, vocab_size, dtype=torch.int16),
+        prompt_bits=bits,
+        grammar_rows=ints,
+        grammar_bits=bits,
+        draft_starts=ints,
+        draft_counts=ints,
+        drafts=ints,
+        repetition=floats,
+        presence=floats,
+        frequency=floats,
+        temperature=floats,
+    )
+    ops.adjust_logits(logits, adjustments)
+    share = torch.ones(1, dtype=torch.float64)
+    draws = Draws(seeds=longs, positions=longs, top_k=ints, top_p=share, min_p=share, is_drawn=ints)
+    tokens = ops.sample(logits, draws)
+    verification = Verification(
+        sample_starts=ints, num_samples=ints, draft_starts=ints, drafts=ints
+    )
+    ops.accept(tokens, verification)
+
+
+def _zeros(*size: int) -> torch.Tensor:
+    return torch.zeros(size, dtype=torch.bfloat16)
+
+
+def _float8(target: Target) -> torch.dtype:
+    return torch.float8_e4m3fnuz if target.is_amd else torch.float8_e4m3fn
+
+
 def attention_launches(model: Model) -> Iterator[Launch]:
     """Decode and chunk kernels, the merge and the write of a model."""
     for kind, queries in (("decode", 1), ("chunk", 130)):
@@ -76,8 +148,7 @@ def attention_launches(model: Model) -> Iterator[Launch]:
 def _attend(model: Model, target: Target, num_queries: int) -> None:
     if model.is_float8 and not target.has_float8:
         return
-    float8 = torch.float8_e4m3fnuz if target.is_amd else torch.float8_e4m3fn
-    kv_dtype = float8 if model.is_float8 else torch.bfloat16
+    kv_dtype = _float8(target) if model.is_float8 else torch.bfloat16
     shape = KvShape(2, model.page, model.num_kv_heads, model.head_dim)
     setup = AttentionSetup(
         shape=shape,
