@@ -100,8 +100,9 @@ def _compile_launch(launch: shipped.Launch, arch: str) -> list[Row]:
     needs = launch.needs(target)
     rows = []
     for kernel, files, shared in compiled:
-        code = machine_code.inspect(kernel, files, shared)
-        rows.append(Row(launch.name, arch, code, _faults(code, arch, needs.get(kernel, set()))))
+        needed = needs.get(kernel, set())
+        code = machine_code.inspect(kernel, files, shared, reads_code=bool(needed))
+        rows.append(Row(launch.name, arch, code, _faults(code, arch, needed)))
     return rows
 
 

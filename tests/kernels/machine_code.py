@@ -31,23 +31,30 @@ class MachineCode:
     instructions: dict[str, int]
 
 
-def inspect(name: str, files: dict[str, str], shared_bytes: int) -> MachineCode:
-    """Reads a kernel's files as Triton's compiler lists them, by file name."""
+def inspect(
+    name: str, files: dict[str, str], shared_bytes: int, *, reads_code: bool
+) -> MachineCode:
+    """Reads a kernel's files as Triton's compiler lists them, by file name.
+
+    reads_code: instructions are wanted; where not, they are only read when something spilled.
+    """
     by_suffix = {Path(path).suffix: Path(path) for path in files.values()}
     if ".cubin" in by_suffix:
-        return _nvidia(name, by_suffix[".cubin"], shared_bytes)
+        return _nvidia(name, by_suffix[".cubin"], shared_bytes, reads_code=reads_code)
     return _amd(name, by_suffix[".amdgcn"].read_text(), shared_bytes)
 
 
-def _nvidia(name: str, cubin: Path, shared_bytes: int) -> MachineCode:
+def _nvidia(name: str, cubin: Path, shared_bytes: int, *, reads_code: bool) -> MachineCode:
     usage = _run("cuobjdump", "--dump-resource-usage", str(cubin))
+    found = re.search(r"REG:(\d+) STACK:(\d+)", usage)
+    assert found is not None, f"no resource usage of {name}: {usage}"
+    registers, stack = int(found[1]), int(found[2])
+    # Spilled registers live on the stack, and nothing else of ours does.
+    if not reads_code and not stack:
+        return MachineCode(name, registers, 0, shared_bytes, {})
     code = _run("nvdisasm", "-c", "-ndf", str(cubin))
-    registers = re.search(r"REG:(\d+)", usage)
-    assert registers is not None, f"no resource usage of {name}: {usage}"
     counts = {key: len(pattern.findall(code)) for key, pattern in _NVIDIA_INSTRUCTIONS.items()}
-    return MachineCode(
-        name, int(registers[1]), len(_LOCAL_MEMORY.findall(code)), shared_bytes, counts
-    )
+    return MachineCode(name, registers, len(_LOCAL_MEMORY.findall(code)), shared_bytes, counts)
 
 
 def _amd(name: str, assembly: str, shared_bytes: int) -> MachineCode:

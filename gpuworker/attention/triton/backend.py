@@ -10,7 +10,6 @@ from dataclasses import dataclass
 
 import numpy as np
 import torch
-from numpy.typing import NDArray
 from triton.tools.tensor_descriptor import TensorDescriptor
 
 from gpuworker.attention.interface import (
@@ -108,60 +107,47 @@ class TritonAttention(AttentionBackend):
         )
 
     def prepare(self, shape: StepShape) -> "TritonStep":
-        is_chunk = np.diff(shape.query_start_loc) * self._group > self._max_decode_rows
-        members: dict[Kind, NDArray[np.int64]] = {
-            "decode": np.flatnonzero(~is_chunk),
-            "chunk": np.flatnonzero(is_chunk),
-        }
-        is_static = not len(members["chunk"])
-        parts: list[Int32Array] = [self._slots(shape)]
-        lists: dict[int | None, _Sections] = {}
-        size = parts[0].size
-        for window in self._setup.windows:
-            decode, chunk = self._build(shape, members, window)
-            merges = np.concatenate((decode.merges, chunk.merges))
-            counts = (len(decode.items), len(chunk.items), len(merges))
-            if is_static:
-                sizes = work.ListSizes.of(shape.num_padded_tokens, self.tiles["decode"])
-                counts = (sizes.num_items, 0, sizes.num_merges)
-            starts = (
-                size,
-                size + counts[0] * work.ITEM_FIELDS,
-                size + (counts[0] + counts[1]) * work.ITEM_FIELDS,
-            )
-            parts += [
-                _grown(decode.items, counts[0]),
-                chunk.items.reshape(-1),
-                _grown(merges, counts[2]),
-            ]
-            size = starts[2] + counts[2] * work.MERGE_FIELDS
-            lists[window] = _Sections(starts, counts)
-        parts.append(shape.block_table.reshape(-1))
-        buffer = self._staging.send(np.concatenate(parts))
-        return TritonStep(self, shape.num_padded_tokens, buffer, lists, size)
+        lists = {window: self._build(shape, window) for window in self._setup.windows}
+        # Sections begin at multiples of 16 bytes: the kernels are compiled for that.
+        size = -(-shape.num_padded_tokens // _ALIGNED) * _ALIGNED
+        sections = {}
+        for window, (_, counts) in lists.items():
+            sections[window] = _Sections.at(size, counts)
+            size = sections[window].end
+        values = self._staging.reserve(size + shape.block_table.size)
+        values[: shape.num_tokens] = shape.slot_mapping
+        values[shape.num_tokens : shape.num_padded_tokens] = _NO_SLOT
+        for window, (arrays, _) in lists.items():
+            sections[window].fill(values, arrays)
+        values[size:] = shape.block_table.reshape(-1)
+        return TritonStep(self, shape.num_padded_tokens, self._staging.send(), sections, size)
 
     def _build(
-        self, shape: StepShape, members: dict[Kind, NDArray[np.int64]], window: int | None
-    ) -> tuple[work.WorkList, work.WorkList]:
-        """The decodes' and the chunks' lists; the decodes' also clears what is padding."""
+        self, shape: StepShape, window: int | None
+    ) -> tuple[tuple[Int32Array, Int32Array, Int32Array], tuple[int, int, int]]:
+        """Decode items, chunk items and merges, and the room that each gets.
+
+        Decode items also clear tokens that are padding. A step without chunks has room that depends
+        on its padded number of tokens alone.
+        """
+        starts = shape.query_start_loc
+        is_chunk = (starts[1:] - starts[:-1]) * self._group > self._max_decode_rows
         tile = self.tiles["decode"]
-        decode = work.build(shape, members["decode"], tile, window)
-        chunk = work.build(
-            shape, members["chunk"], self.tiles["chunk"], window, decode.num_partial_rows
-        )
+        decode = work.build(shape, (~is_chunk).nonzero()[0], tile, window)
+        items = decode.items
         num_unused = shape.num_padded_tokens - shape.num_tokens
         if num_unused:
             cleared = work.clear_items(shape.num_tokens, num_unused, tile)
-            items = np.concatenate((decode.items, cleared))
-            decode = work.WorkList(items, decode.merges, decode.num_partial_rows)
-        return decode, chunk
-
-    def _slots(self, shape: StepShape) -> Int32Array:
-        # Sections begin at multiples of 16 bytes: the kernels are compiled for that.
-        size = -(-shape.num_padded_tokens // _ALIGNED) * _ALIGNED
-        slots = np.full(size, _NO_SLOT, dtype=np.int32)
-        slots[: shape.num_tokens] = shape.slot_mapping
-        return slots
+            items = np.concatenate((items, cleared))
+        if not is_chunk.any():
+            sizes = work.ListSizes.of(shape.num_padded_tokens, tile)
+            room = (sizes.num_items, 0, sizes.num_merges)
+            return (items, decode.items[:0], decode.merges), room
+        chunk = work.build(
+            shape, is_chunk.nonzero()[0], self.tiles["chunk"], window, decode.num_partial_rows
+        )
+        merges = np.concatenate((decode.merges, chunk.merges))
+        return (items, chunk.items, merges), (len(items), len(chunk.items), len(merges))
 
     def _config(self, kind: Kind) -> TileConfig:
         shape = self._setup.shape
@@ -307,6 +293,23 @@ class _Sections:
 
     starts: tuple[int, int, int]
     counts: tuple[int, int, int]
+    end: int
+
+    @staticmethod
+    def at(start: int, counts: tuple[int, int, int]) -> "_Sections":
+        """Sections one after the other."""
+        chunks = start + counts[0] * work.ITEM_FIELDS
+        merges = chunks + counts[1] * work.ITEM_FIELDS
+        return _Sections((start, chunks, merges), counts, merges + counts[2] * work.MERGE_FIELDS)
+
+    def fill(self, values: Int32Array, arrays: tuple[Int32Array, Int32Array, Int32Array]) -> None:
+        """Puts arrays into their sections, and zeros behind them."""
+        for start, end, array in zip(
+            self.starts, (*self.starts[1:], self.end), arrays, strict=True
+        ):
+            used = start + array.size
+            values[start:used] = array.reshape(-1)
+            values[used:end] = 0
 
 
 @dataclass(frozen=True, slots=True)
@@ -365,13 +368,6 @@ def _check_packed(heads: torch.Tensor) -> None:
     """Heads of a token must follow each other; tokens may be apart."""
     if heads.stride(2) != 1 or heads.stride(1) != heads.shape[2]:
         raise ValueError(f"heads of a token are not packed: strides {heads.stride()}")
-
-
-def _grown(entries: Int32Array, num_entries: int) -> Int32Array:
-    """Entries, then zeros up to a number of entries, flat."""
-    grown = np.zeros((num_entries, entries.shape[1]), dtype=np.int32)
-    grown[: len(entries)] = entries
-    return grown.reshape(-1)
 
 
 def _float8_type(target: Target) -> torch.dtype | None:

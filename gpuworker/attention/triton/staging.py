@@ -1,6 +1,5 @@
 """How a step's integers reach the device: one copy, from pinned memory that is not yet reused."""
 
-import numpy as np
 import torch
 
 from gpuworker.core.plan import Int32Array
@@ -23,35 +22,36 @@ class StagingRing:
     def __init__(self, capacity: int, device: torch.device) -> None:
         self._is_cuda = device.type == "cuda"
         self._device_buffer = torch.zeros(capacity, dtype=torch.int32, device=device)
+        # What is on the CPU is read before the next step is made.
         self._host_buffers = [
-            torch.empty(capacity, dtype=torch.int32, pin_memory=True)
-            for _ in range(_NUM_BUFFERS if self._is_cuda else 0)
+            torch.zeros(capacity, dtype=torch.int32, pin_memory=self._is_cuda)
+            for _ in range(_NUM_BUFFERS if self._is_cuda else 1)
         ]
+        self._host_views: list[Int32Array] = [buffer.numpy() for buffer in self._host_buffers]
         self._copied: list[torch.cuda.Event] = [
             torch.cuda.Event()  # type: ignore[no-untyped-call]
-            for _ in self._host_buffers
+            for _ in range(_NUM_BUFFERS if self._is_cuda else 0)
         ]
-        self._next = 0
+        self._turn = 0
+        self._num_values = 0
 
-    def send(self, values: Int32Array) -> torch.Tensor:
-        """Starts copying values to the device.
+    def reserve(self, num_values: int) -> Int32Array:
+        """A host buffer for the next step: [num_values], to be filled before `send`."""
+        assert num_values <= len(self._device_buffer), "step is larger than its limits"
+        self._turn = (self._turn + 1) % len(self._host_buffers)
+        if self._is_cuda:
+            self._copied[self._turn].synchronize()
+        self._num_values = num_values
+        return self._host_views[self._turn][:num_values]
 
-        Args:
-            values: [num_values] at most capacity.
+    def send(self) -> torch.Tensor:
+        """Starts copying what was reserved to the device.
 
         Returns:
-            [capacity] the device buffer, whose first num_values will be these until the next call.
+            [capacity] the device buffer, which begins with these values until the next call.
         """
-        num_values = len(values)
-        assert num_values <= len(self._device_buffer), "step is larger than its limits"
-        if not self._is_cuda:
-            self._device_buffer[:num_values] = torch.from_numpy(values)
-            return self._device_buffer
-        turn = self._next
-        self._next = (turn + 1) % len(self._host_buffers)
-        self._copied[turn].synchronize()
-        host = self._host_buffers[turn]
-        host.numpy()[:num_values] = np.asarray(values)
-        self._device_buffer[:num_values].copy_(host[:num_values], non_blocking=True)
-        self._copied[turn].record()
+        host = self._host_buffers[self._turn][: self._num_values]
+        self._device_buffer[: self._num_values].copy_(host, non_blocking=True)
+        if self._is_cuda:
+            self._copied[self._turn].record()
         return self._device_buffer

@@ -81,15 +81,12 @@ def build(
         window: sliding window or None.
         first_row: first partial row that is free.
     """
-    num_queries = np.diff(shape.query_start_loc).astype(np.int64)[requests]
-    num_tiles = -(-num_queries // tile.block_queries)
-    request = np.repeat(requests, num_tiles)
-    first_rank = _ranks(num_tiles) * tile.block_queries
-    queries = np.minimum(np.repeat(num_queries, num_tiles) - first_rank, tile.block_queries)
-    first_position = (
-        shape.seq_lens[request] - np.repeat(num_queries, num_tiles) + first_rank
-    ).astype(np.int64)
-    first_token = shape.query_start_loc[request] + first_rank
+    if not len(requests):
+        return _NOTHING
+    request, first_rank, queries = _tiles(shape, requests, tile)
+    first_position = first_rank + shape.seq_lens[request]
+    first_position -= (shape.query_start_loc[1:] - shape.query_start_loc[:-1])[request]
+    first_token = first_rank + shape.query_start_loc[request]
 
     kv_end = first_position + queries
     kv_start = np.zeros_like(kv_end)
@@ -100,34 +97,51 @@ def build(
     steps_a_split = _steps_a_split(steps, tile)
     splits = -(-steps // steps_a_split)
 
+    columns = [request * shape.block_table.shape[1], first_token, queries, first_position]
+    if splits.max() == 1:
+        return WorkList(_sorted_items(columns, kv_start, kv_end, NOT_SPLIT), _NO_MERGES, 0)
     owner = np.repeat(np.arange(len(request)), splits)
     rank = _ranks(splits)
     keys_a_split = (steps_a_split * tile.block_keys)[owner]
     item_start = aligned_start[owner] + rank * keys_a_split
     item_end = np.minimum(item_start + keys_a_split, kv_end[owner])
     item_start = np.maximum(item_start, kv_start[owner])
-
     is_split = splits > 1
     rows = np.where(is_split, splits * queries, 0)
     tile_row = first_row + np.cumsum(rows) - rows
     partial_row = np.where(is_split[owner], tile_row[owner] + rank * queries[owner], NOT_SPLIT)
-    items = np.zeros((len(owner), ITEM_FIELDS), dtype=np.int32)
-    columns = (
-        request[owner] * shape.block_table.shape[1],
-        first_token[owner],
-        queries[owner],
-        first_position[owner],
-        item_start,
-        item_end,
-        partial_row,
-    )
-    # Longest first: the last items to start are short, and none is left running alone.
-    order = np.argsort(item_start - item_end, kind="stable")
-    for field, column in enumerate(columns):
-        items[:, field] = column[order]
+    items = _sorted_items([column[owner] for column in columns], item_start, item_end, partial_row)
     return WorkList(
         items, _merges(is_split, splits, queries, first_token, tile_row), int(rows.sum())
     )
+
+
+def _tiles(
+    shape: StepShape, requests: _Indices, tile: TileShape
+) -> tuple[_Indices, _Indices, _Indices]:
+    """Request, first query within it and number of queries of each tile: [num_tiles] each."""
+    starts = shape.query_start_loc
+    num_queries = (starts[1:] - starts[:-1])[requests].astype(np.int64)
+    if num_queries.max() <= tile.block_queries:
+        return requests, np.zeros_like(num_queries), num_queries
+    num_tiles = -(-num_queries // tile.block_queries)
+    first_rank = _ranks(num_tiles) * tile.block_queries
+    queries = np.minimum(np.repeat(num_queries, num_tiles) - first_rank, tile.block_queries)
+    return np.repeat(requests, num_tiles), first_rank, queries
+
+
+def _sorted_items(
+    columns: list[_Indices], start: _Indices, end: _Indices, partial_row: _Indices | int
+) -> Int32Array:
+    """Items of their columns, longest first: [num_items, ITEM_FIELDS].
+
+    The last items to start are then short, and none is left running alone.
+    """
+    items = np.zeros((len(start), ITEM_FIELDS), dtype=np.int32)
+    for field, column in enumerate((*columns, start, end, partial_row)):
+        items[:, field] = column
+    longest_first: Int32Array = items[(start - end).argsort(kind="stable")]
+    return longest_first
 
 
 def clear_items(first_token: int, num_tokens: int, tile: TileShape) -> Int32Array:
@@ -166,6 +180,10 @@ def _merges(
     merges[:, 2] = splits[owner]
     merges[:, 3] = queries[owner]
     return merges
+
+
+_NO_MERGES: Int32Array = np.empty((0, MERGE_FIELDS), dtype=np.int32)
+_NOTHING = WorkList(np.empty((0, ITEM_FIELDS), dtype=np.int32), _NO_MERGES, 0)
 
 
 def _ranks(counts: _Indices) -> _Indices:
