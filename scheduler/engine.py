@@ -270,6 +270,7 @@ class Engine:
         if not self._in_flight:
             self._last_progress_s = asyncio.get_running_loop().time()
         self._in_flight.append(InFlight(plan, self._key_by_row[plan.rows], started, span))
+        self._switchboard.bell.ring()
         await self._stream.send(
             plan,
             [request.submission.sampling for request in placed],
