@@ -16,7 +16,8 @@ from scheduler.pool import WorkerLoad
 from scheduler.requests import Submission
 from scheduler.worker import RowLogprobs, WorkerInfo, WorkerResult, WorkerRole, WorkerState
 
-_VALID_ID = re.compile(r"[A-Za-z0-9._:-]{1,128}")
+# One of several completions carries its number: "id#0".
+_VALID_ID = re.compile(r"[A-Za-z0-9._:-]{1,128}(#[0-9]{1,2})?")
 
 # What a worker must say of itself.
 _LIMITS = (
