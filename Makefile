@@ -7,7 +7,8 @@ BIN := $(VENV)/bin
 STAMP := $(VENV)/.installed
 
 .DEFAULT_GOAL := help
-.PHONY: help setup demo test bench check format protos lock clean
+.PHONY: help setup demo test test-kernels check-kernels bench bench-scheduler bench-gpu
+.PHONY: check format protos lock clean
 
 help: ## Say what there is
 	@awk -F ':.*## ' '/^[a-z-]+:.*## / {printf "  make %-16s %s\n", $$1, $$2}' $(MAKEFILE_LIST)
@@ -25,11 +26,21 @@ $(STAMP): requirements.lock pyproject.toml
 demo: $(STAMP) ## Serve the small real model here and chat with it
 	@$(BIN)/headrace demo
 
-test: $(STAMP) ## Run the tests
+test: $(STAMP) ## Run the tests; with ARGS a selection, without the kernels'
 	@$(BIN)/python -m pytest -q $(ARGS)
+	$(if $(ARGS),,@$(MAKE) --no-print-directory test-kernels check-kernels)
+
+test-kernels: $(STAMP) ## Run the GPU kernels under Triton's interpreter, no GPU needed
+	@TRITON_INTERPRET=1 $(BIN)/python -m pytest -q tests/kernels $(ARGS)
+
+check-kernels: $(STAMP) ## Compile the GPU kernels for every target, no GPU needed
+	@TRITON_CACHE_DIR=$(abspath build/triton) $(BIN)/python -m tests.kernels.check_kernels $(ARGS)
 
 bench: $(STAMP) ## Serve the small real model here and load it in three ways
 	@$(BIN)/python -m benchmarks.end_to_end $(ARGS)
+
+bench-scheduler: $(STAMP) ## What a step costs the scheduling core
+	@$(BIN)/python -m benchmarks.scheduler $(ARGS)
 
 check: $(STAMP) ## Format, lint, types, layers, protos, sizes
 	$(BIN)/ruff format --check .

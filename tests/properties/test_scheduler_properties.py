@@ -161,25 +161,8 @@ class SchedulerMachine(RuleBasedStateMachine):
     def teardown(self) -> None:
         if not hasattr(self, "cores"):
             return
-        self.set_pause(Pause.UNPAUSED)
-        for key in range(self.num_added):
-            for core in self.cores:
-                core.mark_ready(f"r{key}")
-        for _ in range(1500):
-            if not self.by_columns.has_unfinished:
-                break
-            self.steps(1, throttle=False, abort_mid=False)
-        while self.flights:
-            self._update()
-        for core in self.cores:
-            core.end_step()
+        self._run_to_the_end()
         self.both_paths_agree()
-        if self.by_columns.has_unfinished:
-            # Two that are equal in priority and arrival may take blocks from each other for ever,
-            # as in the reference: the victim is the first of equals, whoever that is.
-            assert self.has_ties and self.config.policy == "priority", "no final status"
-            for key in range(self.num_added):
-                self._abort(key)
         assert self.ended == set(range(self.num_added)), "no final status"
         assert self.by_columns.num_free_blocks == self.config.num_gpu_blocks - 1
         for key in range(self.num_added):
@@ -191,6 +174,25 @@ class SchedulerMachine(RuleBasedStateMachine):
             assert in_order == sorted(in_order), "somebody overtook under FCFS"
         trace = assemble([header(self.config, "run"), *self.records[0]])
         assert first_difference(json.loads(json.dumps(trace))) is None
+
+    def _run_to_the_end(self) -> None:
+        self.set_pause(Pause.UNPAUSED)
+        for key in range(self.num_added):
+            for core in self.cores:
+                core.mark_ready(f"r{key}")
+        for _ in range(1500):
+            if not self.by_columns.has_unfinished:
+                break
+            self.steps(1, throttle=False, abort_mid=False)
+        while self.flights:
+            self._update()
+        if self.has_ties and self.config.policy == "priority":
+            # Two that are equal in priority and arrival may take blocks from each other for ever,
+            # as in the reference: the victim is the first of equals, whoever that is.
+            for key in range(self.num_added):
+                self._abort(key)
+        for core in self.cores:
+            core.end_step()
 
     def _abort(self, key: int) -> None:
         first, second = (core.abort(key) for core in self.cores)

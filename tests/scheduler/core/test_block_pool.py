@@ -42,7 +42,7 @@ def test_a_shared_block_stays_until_its_last_holder_goes() -> None:
     pool = make_pool()
     blocks = pool.take(1)
     pool.register(blocks, [b"a"])
-    pool.touch(pool.find_prefix([b"a"]))
+    pool.touch(pool.find_prefix([b"a"], 9))
     pool.release(blocks)
     pool.check({1: 1})
     pool.release(blocks)
@@ -64,19 +64,19 @@ def test_a_block_forgets_its_contents_only_when_it_is_given_out_again() -> None:
     pool = make_pool(3)
     pool.register(pool.take(1), [b"a"])
     pool.release([1])
-    assert pool.find_prefix([b"a"]) == [1]
+    assert pool.find_prefix([b"a"], 9) == [1]
     assert pool.take(2) == [2, 1]
-    assert pool.find_prefix([b"a"]) == []
+    assert pool.find_prefix([b"a"], 9) == []
 
 
 def test_of_equal_contents_the_block_registered_first_is_found() -> None:
     pool = make_pool()
     blocks = pool.take(3)
     pool.register(blocks, [b"a", b"a", b"a"])
-    assert pool.find_prefix([b"a"]) == [1]
+    assert pool.find_prefix([b"a"], 9) == [1]
     pool.release([1])
     pool.take(4)
-    assert pool.find_prefix([b"a"]) == [2]
+    assert pool.find_prefix([b"a"], 9) == [2]
 
 
 def test_registering_a_block_twice_changes_nothing() -> None:
@@ -89,7 +89,8 @@ def test_registering_a_block_twice_changes_nothing() -> None:
 def test_a_prefix_ends_at_the_first_digest_that_is_not_cached() -> None:
     pool = make_pool()
     pool.register(pool.take(3), [b"a", b"b", b"d"])
-    assert pool.find_prefix([b"a", b"b", b"c", b"d"]) == [1, 2]
+    assert pool.find_prefix([b"a", b"b", b"c", b"d"], 9) == [1, 2]
+    assert pool.find_prefix([b"a", b"b", b"c", b"d"], 1) == [1]
 
 
 def test_forgetting_everything_keeps_the_order_of_the_free_list() -> None:
@@ -100,7 +101,7 @@ def test_forgetting_everything_keeps_the_order_of_the_free_list() -> None:
     before = free(pool)
     pool.forget_all()
     assert free(pool) == before
-    assert pool.find_prefix([b"a"]) == []
+    assert pool.find_prefix([b"a"], 9) == []
     assert pool.num_cached == 0
 
 

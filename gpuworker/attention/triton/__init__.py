@@ -1,0 +1,1 @@
+"""Paged attention for GPUs, in Triton."""

@@ -1,0 +1,377 @@
+"""The Triton attention backend: a step's work lists on the device, and the kernels that read them.
+
+A step without chunks has a layout and grids that depend on nothing but its padded number of tokens,
+so that it can be captured in a CUDA graph once and replayed for other requests.
+"""
+
+import math
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+import numpy as np
+import torch
+from triton.tools.tensor_descriptor import TensorDescriptor
+
+from gpuworker.attention.interface import (
+    AttentionBackend,
+    AttentionLayer,
+    KvShape,
+    LayerKv,
+    PreparedStep,
+    StepShape,
+)
+from gpuworker.attention.triton import kernels, work
+from gpuworker.attention.triton.configs import (
+    MAX_DECODE_ROWS,
+    ConfigKey,
+    Kind,
+    Target,
+    TileConfig,
+    padded,
+    tile_config,
+)
+from gpuworker.attention.triton.staging import StagingRing
+from gpuworker.core.plan import Int32Array
+from gpuworker.kernels.launch import HeldKernel
+
+_LOG2_E = math.log2(math.e)
+_FLOAT8_TYPES = (torch.float8_e4m3fn, torch.float8_e4m3fnuz)
+# Programs that a processor holds at a time, about; splits are made to fill them.
+_PROGRAMS_A_PROCESSOR: dict[Kind, int] = {"decode": 4, "chunk": 1}
+_MIN_KEYS: dict[Kind, int] = {"decode": 128, "chunk": 512}
+_KINDS: tuple[Kind, Kind] = ("decode", "chunk")
+_BLOCK_SPLITS = 16
+_NO_SLOT = -1
+_ALIGNED = 4  # integers
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class AttentionSetup:
+    """What a worker's attention is built for.
+
+    windows: every sliding window that a layer has, None for layers without.
+    """
+
+    shape: KvShape
+    num_heads: int
+    kv_dtype: torch.dtype
+    windows: Sequence[int | None]
+    max_num_seqs: int
+    max_num_batched_tokens: int
+    max_model_len: int
+
+
+class TritonAttention(AttentionBackend):
+    """Paged attention on one device.
+
+    Args:
+        setup: model and limits.
+        target: what kind of device it is.
+        device: where tensors live.
+
+    Raises:
+        ValueError: the device cannot hold keys and values of that type.
+    """
+
+    def __init__(self, setup: AttentionSetup, target: Target, device: torch.device) -> None:
+        if setup.kv_dtype in _FLOAT8_TYPES and setup.kv_dtype != _float8_type(target):
+            raise ValueError(f"kv_cache_dtype: {target.arch} has no {setup.kv_dtype}")
+        shape = setup.shape
+        self._setup = setup
+        self._target = target
+        self._group = setup.num_heads // shape.num_kv_heads
+        self._head_dim_padded = padded(shape.head_dim)
+        self._configs: dict[Kind, TileConfig] = {kind: self._config(kind) for kind in _KINDS}
+        self._max_decode_rows = max(MAX_DECODE_ROWS, self._configs["decode"].block_m)
+        self.tiles = {kind: self._tile_shape(kind) for kind in _KINDS}
+        self._kernels: dict[tuple[object, ...], HeldKernel] = {}
+        self._descriptors: dict[int, TensorDescriptor] = {}
+        self._staging = StagingRing(self._max_step_size(), device)
+        rows = sum(
+            work.ListSizes.of(setup.max_num_batched_tokens, tile).num_partial_rows
+            for tile in self.tiles.values()
+        )
+        self._partial_out = torch.empty(
+            (rows, setup.num_heads, self._head_dim_padded), dtype=torch.float32, device=device
+        )
+        self._partial_lse = torch.empty((rows, setup.num_heads), dtype=torch.float32, device=device)
+        self._merge = HeldKernel(
+            kernels.merge_splits,
+            {
+                "NUM_HEADS": setup.num_heads,
+                "HEAD_DIM": shape.head_dim,
+                "HEAD_DIM_PADDED": self._head_dim_padded,
+                "BLOCK_SPLITS": _BLOCK_SPLITS,
+            },
+            {"num_warps": 4},
+        )
+
+    def prepare(self, shape: StepShape) -> "TritonStep":
+        lists = {window: self._build(shape, window) for window in self._setup.windows}
+        # Sections begin at multiples of 16 bytes: the kernels are compiled for that.
+        size = -(-shape.num_padded_tokens // _ALIGNED) * _ALIGNED
+        sections = {}
+        for window, (_, counts) in lists.items():
+            sections[window] = _Sections.at(size, counts)
+            size = sections[window].end
+        values = self._staging.reserve(size + shape.block_table.size)
+        values[: shape.num_tokens] = shape.slot_mapping
+        values[shape.num_tokens : shape.num_padded_tokens] = _NO_SLOT
+        for window, (arrays, _) in lists.items():
+            sections[window].fill(values, arrays)
+        values[size:] = shape.block_table.reshape(-1)
+        return TritonStep(self, shape.num_padded_tokens, self._staging.send(), sections, size)
+
+    def _build(
+        self, shape: StepShape, window: int | None
+    ) -> tuple[tuple[Int32Array, Int32Array, Int32Array], tuple[int, int, int]]:
+        """Decode items, chunk items and merges, and the room that each gets.
+
+        Decode items also clear tokens that are padding. A step without chunks has room that depends
+        on its padded number of tokens alone.
+        """
+        starts = shape.query_start_loc
+        is_chunk = (starts[1:] - starts[:-1]) * self._group > self._max_decode_rows
+        tile = self.tiles["decode"]
+        decode = work.build(shape, (~is_chunk).nonzero()[0], tile, window)
+        items = decode.items
+        num_unused = shape.num_padded_tokens - shape.num_tokens
+        if num_unused:
+            cleared = work.clear_items(shape.num_tokens, num_unused, tile)
+            items = np.concatenate((items, cleared))
+        if not is_chunk.any():
+            sizes = work.ListSizes.of(shape.num_padded_tokens, tile)
+            room = (sizes.num_items, 0, sizes.num_merges)
+            return (items, decode.items[:0], decode.merges), room
+        chunk = work.build(
+            shape, is_chunk.nonzero()[0], self.tiles["chunk"], window, decode.num_partial_rows
+        )
+        merges = np.concatenate((decode.merges, chunk.merges))
+        return (items, chunk.items, merges), (len(items), len(chunk.items), len(merges))
+
+    def _config(self, kind: Kind) -> TileConfig:
+        shape = self._setup.shape
+        is_float8 = self._setup.kv_dtype in _FLOAT8_TYPES
+        key = ConfigKey(
+            self._target.arch,
+            shape.head_dim,
+            self._group,
+            shape.block_size,
+            "float8" if is_float8 else "wide",
+            kind,
+        )
+        return tile_config(self._target, key)
+
+    def _tile_shape(self, kind: Kind) -> work.TileShape:
+        config = self._configs[kind]
+        programs = self._target.num_processors * _PROGRAMS_A_PROCESSOR[kind]
+        return work.TileShape(
+            block_queries=config.block_m // self._group,
+            block_keys=config.block_n,
+            target_items=-(-programs // self._setup.shape.num_kv_heads),
+            min_keys=max(_MIN_KEYS[kind], config.block_n),
+        )
+
+    def _max_step_size(self) -> int:
+        """Integers that the largest step sends."""
+        setup = self._setup
+        sizes = [work.ListSizes.of(setup.max_num_batched_tokens, t) for t in self.tiles.values()]
+        items = sum(size.num_items for size in sizes) * work.ITEM_FIELDS
+        merges = sum(size.num_merges for size in sizes) * work.MERGE_FIELDS
+        table = setup.max_num_seqs * -(-setup.max_model_len // setup.shape.block_size)
+        lists = len(setup.windows) * (items + merges)
+        return setup.max_num_batched_tokens + _ALIGNED + lists + table
+
+    def launch_attention(
+        self,
+        kind: Kind,
+        num_items: int,
+        tensors: "_Tensors",
+        layer: AttentionLayer,
+    ) -> None:
+        """Starts the attention kernel over the items of one kind."""
+        config = self._configs[kind]
+        kv = tensors.kv
+        key_pool, value_pool = kv.key, kv.value
+        if config.uses_descriptors:
+            key_pool, value_pool = self._descriptor(kv.key), self._descriptor(kv.value)
+        scale = layer.scale * _LOG2_E
+        cap = 0.0
+        if layer.soft_cap is not None:
+            scale, cap = 2 * scale / layer.soft_cap, layer.soft_cap * _LOG2_E
+        kernel = self._attention_kernel(kind, tensors.query.stride(0), layer)
+        kernel(
+            (num_items * self._setup.shape.num_kv_heads, 1, 1),
+            tensors.out,
+            tensors.query,
+            key_pool,
+            value_pool,
+            tensors.tables,
+            tensors.items,
+            self._partial_out,
+            self._partial_lse,
+            scale,
+            cap,
+            layer.sliding_window or 0,
+        )
+
+    def launch_merge(self, num_merges: int, out: torch.Tensor, merges: torch.Tensor) -> None:
+        """Starts the kernel that joins splits."""
+        self._merge(
+            (num_merges * self._setup.num_heads, 1, 1),
+            out,
+            self._partial_out,
+            self._partial_lse,
+            merges,
+        )
+
+    def launch_write(
+        self, kv: LayerKv, key: torch.Tensor, value: torch.Tensor, slots: torch.Tensor
+    ) -> None:
+        """Starts the kernel that puts keys and values in their slots."""
+        name = ("write", key.stride(0), value.stride(0))
+        kernel = self._kernels.get(name)
+        shape = self._setup.shape
+        if kernel is None:
+            limit = 0.0
+            if kv.key.dtype in _FLOAT8_TYPES:
+                limit = torch.finfo(kv.key.dtype).max
+            constants = {
+                "KEY_STRIDE": key.stride(0),
+                "VALUE_STRIDE": value.stride(0),
+                "NUM_KV_HEADS": shape.num_kv_heads,
+                "HEAD_DIM": shape.head_dim,
+                "HEAD_DIM_PADDED": self._head_dim_padded,
+                "PAGE": shape.block_size,
+                "BLOCK_HEADS": 1 << (shape.num_kv_heads - 1).bit_length(),
+                "LIMIT": limit,
+            }
+            kernel = HeldKernel(kernels.write_kv, constants, {"num_warps": 4})
+            self._kernels[name] = kernel
+        kernel((len(slots), 1, 1), kv.key, kv.value, key, value, slots)
+
+    def _attention_kernel(self, kind: Kind, stride: int, layer: AttentionLayer) -> HeldKernel:
+        has_cap, has_window = layer.soft_cap is not None, layer.sliding_window is not None
+        name = (kind, stride, has_cap, has_window)
+        kernel = self._kernels.get(name)
+        if kernel is None:
+            shape, config = self._setup.shape, self._configs[kind]
+            constants = {
+                "QUERY_STRIDE": stride,
+                "NUM_KV_HEADS": shape.num_kv_heads,
+                "GROUP": self._group,
+                "HEAD_DIM": shape.head_dim,
+                "HEAD_DIM_PADDED": self._head_dim_padded,
+                "PAGE": shape.block_size,
+                "BLOCK_M": config.block_m,
+                "BLOCK_N": config.block_n,
+                "HAS_CAP": has_cap,
+                "HAS_WINDOW": has_window,
+                "SKIPS_MASKS": config.skips_masks,
+                "USES_DESCRIPTORS": config.uses_descriptors,
+            }
+            options = {"num_warps": config.num_warps, "num_stages": config.num_stages}
+            kernel = HeldKernel(kernels.paged_attention, constants, options)
+            self._kernels[name] = kernel
+        return kernel
+
+    def _descriptor(self, pool: torch.Tensor) -> TensorDescriptor:
+        """The copy engine's view of a pool: pages as rows; made once a layer."""
+        descriptor = self._descriptors.get(pool.data_ptr())
+        if descriptor is None:
+            shape = self._setup.shape
+            descriptor = TensorDescriptor.from_tensor(
+                pool.view(-1, shape.head_dim), [shape.block_size, shape.head_dim]
+            )
+            self._descriptors[pool.data_ptr()] = descriptor
+        return descriptor
+
+
+@dataclass(frozen=True, slots=True)
+class _Sections:
+    """Where one window's decode items, chunk items and merges lie, and how many there are."""
+
+    starts: tuple[int, int, int]
+    counts: tuple[int, int, int]
+    end: int
+
+    @staticmethod
+    def at(start: int, counts: tuple[int, int, int]) -> "_Sections":
+        """Sections one after the other."""
+        chunks = start + counts[0] * work.ITEM_FIELDS
+        merges = chunks + counts[1] * work.ITEM_FIELDS
+        return _Sections((start, chunks, merges), counts, merges + counts[2] * work.MERGE_FIELDS)
+
+    def fill(self, values: Int32Array, arrays: tuple[Int32Array, Int32Array, Int32Array]) -> None:
+        """Puts arrays into their sections, and zeros behind them."""
+        for start, end, array in zip(
+            self.starts, (*self.starts[1:], self.end), arrays, strict=True
+        ):
+            used = start + array.size
+            values[start:used] = array.reshape(-1)
+            values[used:end] = 0
+
+
+@dataclass(frozen=True, slots=True)
+class _Tensors:
+    """What a launch reads and writes; see `kernels.paged_attention`."""
+
+    out: torch.Tensor
+    query: torch.Tensor
+    kv: LayerKv
+    tables: torch.Tensor
+    items: torch.Tensor
+
+
+class TritonStep(PreparedStep):
+    """One step. buffer is int32: slots, then each window's sections, then block tables."""
+
+    def __init__(
+        self,
+        backend: TritonAttention,
+        num_padded_tokens: int,
+        buffer: torch.Tensor,
+        lists: dict[int | None, _Sections],
+        tables_start: int,
+    ) -> None:
+        self._backend = backend
+        self._slots = buffer[:num_padded_tokens]
+        self._tables = buffer[tables_start:]
+        self._lists = {
+            window: (sections.counts, [buffer[start:] for start in sections.starts])
+            for window, sections in lists.items()
+        }
+
+    def counts(self, window: int | None) -> tuple[int, int, int]:
+        """Decode items, chunk items and merges of the layers with a window; grids follow them."""
+        return self._lists[window][0]
+
+    def write(self, kv: LayerKv, key: torch.Tensor, value: torch.Tensor) -> None:
+        _check_packed(key)
+        _check_packed(value)
+        self._backend.launch_write(kv, key, value, self._slots)
+
+    def attend(self, query: torch.Tensor, kv: LayerKv, layer: AttentionLayer) -> torch.Tensor:
+        _check_packed(query)
+        out = torch.empty(query.shape, dtype=query.dtype, device=query.device)
+        counts, sections = self._lists[layer.sliding_window]
+        for kind, count, items in zip(_KINDS, counts, sections, strict=False):
+            if count:
+                tensors = _Tensors(out, query, kv, self._tables, items)
+                self._backend.launch_attention(kind, count, tensors, layer)
+        if counts[2]:
+            self._backend.launch_merge(counts[2], out, sections[2])
+        return out
+
+
+def _check_packed(heads: torch.Tensor) -> None:
+    """Heads of a token must follow each other; tokens may be apart."""
+    if heads.stride(2) != 1 or heads.stride(1) != heads.shape[2]:
+        raise ValueError(f"heads of a token are not packed: strides {heads.stride()}")
+
+
+def _float8_type(target: Target) -> torch.dtype | None:
+    """The eight-bit float that a device computes with."""
+    if not target.has_float8:
+        return None
+    return torch.float8_e4m3fnuz if target.is_amd else torch.float8_e4m3fn

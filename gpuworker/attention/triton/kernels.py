@@ -1,0 +1,310 @@
+"""The device side of paged attention: one source for decodes and chunks, and the merge of splits.
+
+A program takes one work item (see `work`): some queries of one request, all query heads of one KV
+head, one range of the context. Query heads that share a KV head are rows of the same product, so a
+decode of a group of 8 heads fills half of a 16-row tile instead of a sixteenth.
+"""
+
+import triton
+import triton.language as tl
+
+# Fields of a work item, int32 each; `work.ITEM_FIELDS` counts them.
+_TABLE_START = tl.constexpr(0)
+_FIRST_TOKEN = tl.constexpr(1)
+_NUM_QUERIES = tl.constexpr(2)
+_FIRST_POSITION = tl.constexpr(3)
+_KV_START = tl.constexpr(4)
+_KV_END = tl.constexpr(5)
+_PARTIAL_ROW = tl.constexpr(6)
+_ITEM_FIELDS = tl.constexpr(8)
+# Fields of a merge entry.
+_MERGE_TOKEN = tl.constexpr(0)
+_MERGE_ROW = tl.constexpr(1)
+_MERGE_SPLITS = tl.constexpr(2)
+_MERGE_STRIDE = tl.constexpr(3)
+_MERGE_FIELDS = tl.constexpr(4)
+
+
+@triton.jit
+def _load_tile(
+    pool, table, tile, kv_start, kv_end, kv_head,
+    NUM_KV_HEADS: tl.constexpr, HEAD_DIM: tl.constexpr, HEAD_DIM_PADDED: tl.constexpr,
+    PAGE: tl.constexpr, BLOCK_N: tl.constexpr, USES_DESCRIPTORS: tl.constexpr,
+    IS_MASKED: tl.constexpr,
+):  # fmt: skip
+    """Keys or values at `tile`...: [BLOCK_N, HEAD_DIM_PADDED]; zeros outside [kv_start, kv_end).
+
+    A descriptor brings a whole page, slots past the context included: the caller must not let
+    them into a sum.
+    """
+    if USES_DESCRIPTORS:
+        page_id = tl.load(table + tile // PAGE)
+        values = pool.load([(page_id * NUM_KV_HEADS + kv_head) * PAGE, 0])
+    else:
+        columns = tl.arange(0, BLOCK_N)
+        dims = tl.arange(0, HEAD_DIM_PADDED)
+        positions = tile + columns
+        is_used = (positions >= kv_start) & (positions < kv_end)
+        if BLOCK_N <= PAGE:
+            # The tile lies in one page: one block id, and the rest is affine.
+            block = tl.load(table + tile // PAGE).to(tl.int64)
+            rows = (block * NUM_KV_HEADS + kv_head) * PAGE + tile % PAGE + columns
+        else:
+            if IS_MASKED:
+                blocks = tl.load(table + positions // PAGE, mask=is_used, other=0)
+            else:
+                blocks = tl.load(table + positions // PAGE)
+            rows = (blocks.to(tl.int64) * NUM_KV_HEADS + kv_head) * PAGE + positions % PAGE
+        pointers = pool + rows[:, None] * HEAD_DIM + dims[None, :]
+        is_dim = (dims < HEAD_DIM)[None, :]
+        if IS_MASKED:
+            values = tl.load(pointers, mask=is_used[:, None] & is_dim, other=0.0)
+        elif HEAD_DIM_PADDED != HEAD_DIM:
+            values = tl.load(pointers, mask=is_dim, other=0.0)
+        else:
+            values = tl.load(pointers)
+    return values
+
+
+@triton.jit
+def _attend_range(
+    acc, row_max, row_sum, query, positions, key_pool, value_pool, table,
+    start, end, kv_start, kv_end, kv_head, score_scale, cap_log2, window,
+    NUM_KV_HEADS: tl.constexpr, HEAD_DIM: tl.constexpr, HEAD_DIM_PADDED: tl.constexpr,
+    PAGE: tl.constexpr, BLOCK_N: tl.constexpr, HAS_CAP: tl.constexpr, HAS_WINDOW: tl.constexpr,
+    USES_DESCRIPTORS: tl.constexpr, IS_MASKED: tl.constexpr,
+):  # fmt: skip
+    """Adds the tiles in [start, end) to the running softmax.
+
+    `acc` is not yet divided by `row_sum`; `row_max` and scores are in base 2. Not masked: every
+    query sees every key of these tiles.
+    """
+    for tile in tl.range(start, end, BLOCK_N):
+        key = _load_tile(
+            key_pool, table, tile, kv_start, kv_end, kv_head, NUM_KV_HEADS, HEAD_DIM,
+            HEAD_DIM_PADDED, PAGE, BLOCK_N, USES_DESCRIPTORS, IS_MASKED,
+        )  # fmt: skip
+        scores = tl.dot(query, tl.trans(key.to(query.dtype)), input_precision="ieee")
+        scores *= score_scale
+        if HAS_CAP:
+            # cap * tanh(x) as an exponential; the scale already holds 2 / cap.
+            scores = cap_log2 - 2.0 * cap_log2 / (1.0 + tl.exp2(scores))
+        columns = tile + tl.arange(0, BLOCK_N)
+        is_used = (columns >= kv_start) & (columns < kv_end)
+        if IS_MASKED:
+            is_visible = (columns[None, :] <= positions[:, None]) & is_used[None, :]
+            if HAS_WINDOW:
+                is_visible = is_visible & (positions[:, None] - columns[None, :] < window)
+            scores = tl.where(is_visible, scores, float("-inf"))
+        new_max = tl.maximum(row_max, tl.max(scores, 1))
+        finite_max = new_max
+        if IS_MASKED:
+            # A row that has seen nothing yet stays empty instead of becoming inf - inf.
+            finite_max = tl.where(new_max == float("-inf"), 0.0, new_max)
+        weights = tl.exp2(scores - finite_max[:, None])
+        rescale = tl.exp2(row_max - finite_max)
+        row_sum = row_sum * rescale + tl.sum(weights, 1)
+        acc = acc * rescale[:, None]
+        value = _load_tile(
+            value_pool, table, tile, kv_start, kv_end, kv_head, NUM_KV_HEADS, HEAD_DIM,
+            HEAD_DIM_PADDED, PAGE, BLOCK_N, USES_DESCRIPTORS, IS_MASKED,
+        )  # fmt: skip
+        value = value.to(query.dtype)
+        if USES_DESCRIPTORS and IS_MASKED:
+            # Weight zero times what an unused slot holds may be NaN.
+            value = tl.where(is_used[:, None], value, 0.0)
+        acc = tl.dot(weights.to(query.dtype), value, acc, input_precision="ieee")
+        row_max = new_max
+    return acc, row_max, row_sum
+
+
+@triton.jit
+def _whole_tiles(
+    kv_start, kv_end, first_position, num_queries, window,
+    BLOCK_N: tl.constexpr, HAS_WINDOW: tl.constexpr,
+):  # fmt: skip
+    """Start and end of the tiles that every query sees whole.
+
+    They lie between those cut by the window or the item's start and those cut by causality or the
+    item's end; the range may be empty.
+    """
+    full_start = tl.cdiv(kv_start, BLOCK_N) * BLOCK_N
+    if HAS_WINDOW:
+        last_position = first_position + num_queries - 1
+        seen_by_all = tl.maximum(last_position - window + 1, 0)
+        full_start = tl.maximum(full_start, tl.cdiv(seen_by_all, BLOCK_N) * BLOCK_N)
+    full_start = tl.minimum(full_start, tl.cdiv(kv_end, BLOCK_N) * BLOCK_N)
+    full_end = tl.minimum(kv_end, first_position + 1) // BLOCK_N * BLOCK_N
+    return full_start, tl.maximum(full_start, full_end)
+
+
+@triton.jit(do_not_specialize=["window"])
+def paged_attention(
+    out, query, key_pool, value_pool, tables, items, partial_out, partial_lse,
+    score_scale, cap_log2, window,
+    QUERY_STRIDE: tl.constexpr, NUM_KV_HEADS: tl.constexpr, GROUP: tl.constexpr,
+    HEAD_DIM: tl.constexpr, HEAD_DIM_PADDED: tl.constexpr, PAGE: tl.constexpr,
+    BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr, HAS_CAP: tl.constexpr, HAS_WINDOW: tl.constexpr,
+    SKIPS_MASKS: tl.constexpr, USES_DESCRIPTORS: tl.constexpr,
+):  # fmt: skip
+    """Attention of one work item over one KV head; the grid is (num_items * NUM_KV_HEADS).
+
+    out: [num_padded_tokens, num_heads, HEAD_DIM], written where the item is not split.
+    query: as out, but a token's heads QUERY_STRIDE elements after the last token's.
+    key_pool, value_pool: pointers or descriptors of [num_blocks, NUM_KV_HEADS, PAGE, HEAD_DIM].
+    tables: block ids; an item says where its request's begin.
+    items: [num_items, 8]; one with no queries is padding.
+    partial_out, partial_lse: [num_partial_rows, num_heads, HEAD_DIM_PADDED] and without the last,
+        float32, written where the item is split; the logarithm is in base 2.
+    score_scale: softmax scale in base 2, or with a cap 2 / cap of it.
+    cap_log2: soft cap in base 2.
+    """
+    program = tl.program_id(0)
+    kv_head = program % NUM_KV_HEADS
+    item = items + (program // NUM_KV_HEADS) * _ITEM_FIELDS
+    num_queries = tl.load(item + _NUM_QUERIES)
+    if num_queries == 0:
+        return
+    first_token = tl.load(item + _FIRST_TOKEN)
+    first_position = tl.load(item + _FIRST_POSITION)
+    kv_start = tl.load(item + _KV_START)
+    kv_end = tl.load(item + _KV_END)
+    partial_row = tl.load(item + _PARTIAL_ROW)
+    table = tables + tl.load(item + _TABLE_START)
+
+    rows = tl.arange(0, BLOCK_M)
+    dims = tl.arange(0, HEAD_DIM_PADDED)
+    ranks = rows // GROUP
+    heads = kv_head * GROUP + rows % GROUP
+    positions = first_position + ranks
+    is_row = ranks < num_queries
+    is_element = is_row[:, None] & (dims < HEAD_DIM)[None, :]
+    tokens = (first_token + ranks).to(tl.int64)
+    query_tile = tl.load(
+        query + (tokens * QUERY_STRIDE + heads * HEAD_DIM)[:, None] + dims[None, :],
+        mask=is_element,
+        other=0.0,
+    )
+
+    acc = tl.zeros([BLOCK_M, HEAD_DIM_PADDED], tl.float32)
+    row_max = tl.full([BLOCK_M], float("-inf"), tl.float32)
+    row_sum = tl.zeros([BLOCK_M], tl.float32)
+    start = kv_start // BLOCK_N * BLOCK_N
+    if SKIPS_MASKS:
+        full_start, full_end = _whole_tiles(
+            kv_start, kv_end, first_position, num_queries, window, BLOCK_N, HAS_WINDOW
+        )
+        if HAS_WINDOW:
+            acc, row_max, row_sum = _attend_range(
+                acc, row_max, row_sum, query_tile, positions, key_pool, value_pool, table,
+                start, full_start, kv_start, kv_end, kv_head, score_scale, cap_log2, window,
+                NUM_KV_HEADS, HEAD_DIM, HEAD_DIM_PADDED, PAGE, BLOCK_N, HAS_CAP, HAS_WINDOW,
+                USES_DESCRIPTORS, True,
+            )  # fmt: skip
+        acc, row_max, row_sum = _attend_range(
+            acc, row_max, row_sum, query_tile, positions, key_pool, value_pool, table,
+            full_start, full_end, kv_start, kv_end, kv_head, score_scale, cap_log2, window,
+            NUM_KV_HEADS, HEAD_DIM, HEAD_DIM_PADDED, PAGE, BLOCK_N, HAS_CAP, HAS_WINDOW,
+            USES_DESCRIPTORS, False,
+        )  # fmt: skip
+        start = full_end
+    acc, row_max, row_sum = _attend_range(
+        acc, row_max, row_sum, query_tile, positions, key_pool, value_pool, table,
+        start, kv_end, kv_start, kv_end, kv_head, score_scale, cap_log2, window,
+        NUM_KV_HEADS, HEAD_DIM, HEAD_DIM_PADDED, PAGE, BLOCK_N, HAS_CAP, HAS_WINDOW,
+        USES_DESCRIPTORS, True,
+    )  # fmt: skip
+
+    # A row with an empty range (another split has its keys, or it is padding) is all zeros.
+    is_empty = row_sum == 0.0
+    divisor = tl.where(is_empty, 1.0, row_sum)
+    acc = acc / divisor[:, None]
+    NUM_HEADS: tl.constexpr = NUM_KV_HEADS * GROUP
+    if partial_row < 0:
+        targets = (tokens * NUM_HEADS + heads)[:, None] * HEAD_DIM + dims[None, :]
+        tl.store(out + targets, acc.to(out.dtype.element_ty), mask=is_element)
+    else:
+        partial_heads = (partial_row + ranks).to(tl.int64) * NUM_HEADS + heads
+        lse = tl.where(is_empty, float("-inf"), row_max + tl.log2(divisor))
+        tl.store(partial_lse + partial_heads, lse, mask=is_row)
+        targets = partial_heads[:, None] * HEAD_DIM_PADDED + dims[None, :]
+        tl.store(partial_out + targets, acc, mask=is_row[:, None])
+
+
+@triton.jit
+def merge_splits(
+    out, partial_out, partial_lse, merges,
+    NUM_HEADS: tl.constexpr, HEAD_DIM: tl.constexpr, HEAD_DIM_PADDED: tl.constexpr,
+    BLOCK_SPLITS: tl.constexpr,
+):  # fmt: skip
+    """Joins the splits of one query and head; the grid is (num_merges * NUM_HEADS).
+
+    merges: [num_merges, 4]; one with no splits is padding. See `paged_attention` for the rest.
+    """
+    program = tl.program_id(0)
+    head = program % NUM_HEADS
+    entry = merges + (program // NUM_HEADS) * _MERGE_FIELDS
+    num_splits = tl.load(entry + _MERGE_SPLITS)
+    if num_splits == 0:
+        return
+    token = tl.load(entry + _MERGE_TOKEN).to(tl.int64)
+    first_row = tl.load(entry + _MERGE_ROW)
+    stride = tl.load(entry + _MERGE_STRIDE)
+
+    dims = tl.arange(0, HEAD_DIM_PADDED)
+    acc = tl.zeros([HEAD_DIM_PADDED], tl.float32)
+    total = 0.0
+    highest = float("-inf")
+    for start in tl.range(0, num_splits, BLOCK_SPLITS):
+        splits = start + tl.arange(0, BLOCK_SPLITS)
+        is_split = splits < num_splits
+        rows = (first_row + splits * stride).to(tl.int64) * NUM_HEADS + head
+        lse = tl.load(partial_lse + rows, mask=is_split, other=float("-inf"))
+        # A query's first splits are empty where its window begins after them.
+        new_highest = tl.maximum(highest, tl.max(lse, 0))
+        finite_highest = tl.where(new_highest == float("-inf"), 0.0, new_highest)
+        weights = tl.exp2(lse - finite_highest)
+        rescale = tl.exp2(highest - finite_highest)
+        parts = tl.load(
+            partial_out + rows[:, None] * HEAD_DIM_PADDED + dims[None, :],
+            mask=is_split[:, None],
+            other=0.0,
+        )
+        acc = acc * rescale + tl.sum(parts * weights[:, None], 0)
+        total = total * rescale + tl.sum(weights, 0)
+        highest = new_highest
+    target = out + (token * NUM_HEADS + head) * HEAD_DIM + dims
+    tl.store(target, (acc / total).to(out.dtype.element_ty), mask=dims < HEAD_DIM)
+
+
+@triton.jit
+def write_kv(
+    key_pool, value_pool, key, value, slots,
+    KEY_STRIDE: tl.constexpr, VALUE_STRIDE: tl.constexpr, NUM_KV_HEADS: tl.constexpr,
+    HEAD_DIM: tl.constexpr, HEAD_DIM_PADDED: tl.constexpr, PAGE: tl.constexpr,
+    BLOCK_HEADS: tl.constexpr, LIMIT: tl.constexpr,
+):  # fmt: skip
+    """Puts one token's keys and values in its slot; the grid is (num_padded_tokens).
+
+    key, value: [num_padded_tokens, NUM_KV_HEADS, HEAD_DIM], tokens KEY_STRIDE, VALUE_STRIDE apart.
+    slots: [num_padded_tokens]; negative: no slot.
+    LIMIT: largest magnitude that the pool's type holds, 0 for types that need no clamp.
+    """
+    token = tl.program_id(0).to(tl.int64)
+    slot = tl.load(slots + token)
+    if slot < 0:
+        return
+    heads = tl.arange(0, BLOCK_HEADS)
+    dims = tl.arange(0, HEAD_DIM_PADDED)
+    is_element = (heads < NUM_KV_HEADS)[:, None] & (dims < HEAD_DIM)[None, :]
+    inside = heads[:, None] * HEAD_DIM + dims[None, :]
+    rows = ((slot // PAGE).to(tl.int64) * NUM_KV_HEADS + heads) * PAGE + slot % PAGE
+    targets = rows[:, None] * HEAD_DIM + dims[None, :]
+    new_key = tl.load(key + token * KEY_STRIDE + inside, mask=is_element, other=0.0)
+    new_value = tl.load(value + token * VALUE_STRIDE + inside, mask=is_element, other=0.0)
+    if LIMIT > 0:
+        # Eight-bit floats turn what does not fit into NaN; a clamp keeps it a number.
+        new_key = tl.clamp(new_key.to(tl.float32), -LIMIT, LIMIT)
+        new_value = tl.clamp(new_value.to(tl.float32), -LIMIT, LIMIT)
+    tl.store(key_pool + targets, new_key.to(key_pool.dtype.element_ty), mask=is_element)
+    tl.store(value_pool + targets, new_value.to(value_pool.dtype.element_ty), mask=is_element)

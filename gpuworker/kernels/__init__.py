@@ -1,0 +1,1 @@
+"""Triton kernels besides attention, and how kernels are launched."""

@@ -1,0 +1,1 @@
+"""Device code: Triton functions only; their wrappers are one package up."""
