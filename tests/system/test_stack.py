@@ -38,7 +38,10 @@ WORKER_FLAGS = (
     *("--num-kv-blocks", str(NUM_BLOCKS), "--max-model-len", "256"),
     *("--max-num-seqs", "32", "--max-num-batched-tokens", "128"),
 )
-WORDS = "the river ran below old stones while seven quiet birds counted every wheel at dawn".split()
+WORDS = (
+    *("the", "river", "ran", "below", "old", "stones", "while", "seven", "quiet", "birds"),
+    *("counted", "every", "wheel", "at", "dawn"),
+)
 
 
 @dataclass(frozen=True)
