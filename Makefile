@@ -35,6 +35,9 @@ test-kernels: $(STAMP) ## Run the GPU kernels under Triton's interpreter, no GPU
 check-kernels: $(STAMP) ## Compile the GPU kernels for every target, no GPU needed
 	@TRITON_CACHE_DIR=$(abspath build/triton) $(BIN)/python -m tests.kernels.check_kernels $(ARGS)
 
+bench-gpu: $(STAMP) ## Measure the GPU kernels on the GPU that is here
+	@$(BIN)/python -m benchmarks.kernels $(ARGS)
+
 check: $(STAMP) ## Format, lint, types, layers, protos, sizes
 	$(BIN)/ruff format --check .
 	$(BIN)/ruff check .
