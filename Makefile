@@ -7,7 +7,8 @@ BIN := $(VENV)/bin
 STAMP := $(VENV)/.installed
 
 .DEFAULT_GOAL := help
-.PHONY: help setup demo test test-kernels check-kernels bench-gpu check format protos lock clean
+.PHONY: help setup demo test test-kernels check-kernels bench bench-scheduler bench-gpu
+.PHONY: check format protos lock clean
 
 help: ## Say what there is
 	@awk -F ':.*## ' '/^[a-z-]+:.*## / {printf "  make %-16s %s\n", $$1, $$2}' $(MAKEFILE_LIST)
@@ -37,6 +38,12 @@ check-kernels: $(STAMP) ## Compile the GPU kernels for every target, no GPU need
 
 bench-gpu: $(STAMP) ## Measure the GPU kernels on the GPU that is here
 	@$(BIN)/python -m benchmarks.kernels $(ARGS)
+
+bench: $(STAMP) ## Serve the small real model here and load it in three ways
+	@$(BIN)/python -m benchmarks.end_to_end $(ARGS)
+
+bench-scheduler: $(STAMP) ## What a step costs the scheduling core
+	@$(BIN)/python -m benchmarks.scheduler $(ARGS)
 
 check: $(STAMP) ## Format, lint, types, layers, protos, sizes
 	$(BIN)/ruff format --check .

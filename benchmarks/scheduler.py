@@ -22,6 +22,7 @@ from scheduler.core.scheduler import SchedulerCore
 BLOCK_SIZE = 16
 WALK_EVERYTHING = 1 << 30
 EOS = 2
+NUM_WARM_UP_STEPS = 40
 
 
 @dataclass(frozen=True)
@@ -42,17 +43,17 @@ class Bench:
         self.core = SchedulerCore(workload.config, max_walked_rows=max_walked_rows)
         self._arrivals = workload.arrivals
         self._random = np.random.default_rng(0)
+        self._num_steps = 0
         for request in workload.first:
             self.core.add_request(request, 0.0)
-        while self.core.num_waiting or self._is_prefilling(len(workload.first)):
-            self.step(0)
-            if self.core.num_running == workload.config.max_num_seqs:
-                break
+        for _ in range(NUM_WARM_UP_STEPS):
+            self.step()
 
-    def step(self, number: int) -> float:
-        """Seconds spent in schedule and update."""
+    def step(self) -> float:
+        """Seconds spent in schedule and update; requests arrive before, off the clock."""
         core = self.core
-        for request in self._arrivals(core, number):
+        self._num_steps += 1
+        for request in self._arrivals(core, self._num_steps):
             core.add_request(request, 0.0)
         started = time.perf_counter()
         plan = core.schedule(0.0)
@@ -61,10 +62,6 @@ class Bench:
         started = time.perf_counter()
         core.update(result, 0.0)
         return spent + time.perf_counter() - started
-
-    def _is_prefilling(self, num_decodes: int) -> bool:
-        table = self.core.state.table
-        return bool(table.is_prefill_chunk[table.running_rows[:num_decodes]].any())
 
     def _result(self, plan: StepPlan) -> StepResult:
         flights = self.core.state.flights
@@ -97,7 +94,7 @@ def decodes(count: int, steps: int, target_us: float | None) -> Workload:
     """A steady set, spread evenly over the positions in a block."""
     config = SchedulerConfig(
         block_size=BLOCK_SIZE,
-        num_gpu_blocks=count * (-(-(64 + steps) // BLOCK_SIZE) + 3) + 1,
+        num_gpu_blocks=count * (-(-(64 + steps) // BLOCK_SIZE) + 8) + 1,
         max_model_len=32_768,
         max_num_batched_tokens=max(8192, count),
         max_num_seqs=count,
@@ -110,7 +107,7 @@ def mixed(count: int, chunk: int, steps: int, target_us: float | None) -> Worklo
     """A steady set, and in each step a chunk of some long prompt."""
     config = SchedulerConfig(
         block_size=BLOCK_SIZE,
-        num_gpu_blocks=count * (-(-(64 + steps) // BLOCK_SIZE) + 3) + 40_000,
+        num_gpu_blocks=count * (-(-(64 + steps) // BLOCK_SIZE) + 8) + 40_000,
         max_model_len=32_768,
         max_num_batched_tokens=count + chunk,
         max_num_seqs=count + 2,
@@ -153,7 +150,7 @@ def prefix_reuse(count: int) -> Workload:
     )
 
     def shared(key: int) -> NewRequest:
-        made = request(key, 2048 + 40, 32, seed=99)
+        made = request(key, 2048 + 40, 16 + key % 47, seed=99)
         made.prompt_token_ids[2048:] += key
         return made
 
@@ -183,11 +180,8 @@ def workloads(steps: int) -> list[Workload]:
 def median_us(workload: Workload, steps: int, max_walked_rows: int | None) -> float:
     """Median cost of a step."""
     bench = Bench(workload, max_walked_rows)
-    for number in range(20):
-        bench.step(number)
     gc.collect()
-    gc.freeze()
-    return statistics.median(bench.step(number) for number in range(20, 20 + steps)) * 1e6
+    return statistics.median(bench.step() for _ in range(steps)) * 1e6
 
 
 def main() -> None:

@@ -50,15 +50,15 @@ def main(config_file: Path | None, **arguments: Any) -> None:
     }
     if not settings["gpuworker"].model:
         raise config.ConfigError("give --model: a GGUF file, a Hugging Face folder, or a name")
+    # Threads that spin while they wait for each other are fastest on an idle machine and ruinous on
+    # a busy one, where the thread waited for is not running: 9 times slower steps were measured.
+    # Read when torch is loaded, so set before.
+    os.environ.setdefault("OMP_WAIT_POLICY", "PASSIVE")
     run("gpuworker", settings["process"], serve(**settings))
 
 
 async def serve(gpuworker: WorkerSettings, serving: ServingConfig, process: ProcessConfig) -> None:
     """Listen, load, serve until SIGTERM or SIGINT, then finish the steps in flight and stop."""
-    # OpenMP reads this when torch is loaded. A thread that spins for its siblings loses its core's
-    # time slice when anything else runs here: on a busy 2-core machine a step then takes 20 times
-    # as long. Sleeping instead costs an idle machine a few per cent.
-    os.environ.setdefault("OMP_WAIT_POLICY", "PASSIVE")
     # torch takes seconds to import: only here, so that --help and errors in flags are quick.
     from gpuworker.rpc.service import FULL_NAME, GpuWorkerService, Identity
 

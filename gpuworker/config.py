@@ -45,3 +45,6 @@ class WorkerSettings(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
     num_threads: Annotated[
         int | None, help_text("CPU threads; as many as physical cores by default.")
     ] = None
+    num_spec_tokens: Annotated[
+        int, help_text("Drafts by prompt lookup for each request and step; 0 is off.")
+    ] = 0

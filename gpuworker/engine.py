@@ -37,6 +37,8 @@ def load_engine(settings: WorkerSettings, model: Path, progress: Progress) -> En
         KvPoolError: there is no memory for a KV pool.
         ValueError: a setting does not fit the model or the machine.
     """
+    if settings.num_spec_tokens < 0:
+        raise ValueError("num-spec-tokens must be at least 0")
     device = _device(settings.device)
     source = open_source(model)
     source.config = with_max_model_len(source.config, settings.max_model_len)
@@ -46,7 +48,9 @@ def load_engine(settings: WorkerSettings, model: Path, progress: Progress) -> En
     kv = kv_pool.allocate(source.config, limits.num_kv_blocks, limits.block_size, dtype, device)
     shape = kv_pool.kv_shape(source.config, limits.num_kv_blocks, limits.block_size)
     attention = TorchAttention(shape, source.config.attention.num_heads, device)
-    runner = ModelRunner(decoder, attention, kv, limits, time.perf_counter)
+    runner = ModelRunner(
+        decoder, attention, kv, limits, time.perf_counter, settings.num_spec_tokens
+    )
     return Engine(runner, _device_name(device), str(dtype).removeprefix("torch."))
 
 

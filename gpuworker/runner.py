@@ -12,7 +12,9 @@ from numpy.typing import NDArray
 
 from gpuworker.attention.interface import AttentionBackend, LayerKv, StepShape
 from gpuworker.core.input_batch import BatchLimits, FlatBatch, InputBatch
+from gpuworker.core.ngram import propose
 from gpuworker.core.plan import (
+    EMPTY_INT32,
     Int32Array,
     LogprobColumns,
     RowError,
@@ -38,6 +40,7 @@ class ModelRunner:
         kv: one pool per layer; changed by every step.
         limits: sizes of the rows and of the pool.
         clock: seconds, for elapsed_s.
+        num_spec_tokens: at most so many drafts are proposed for each row; 0 is none.
     """
 
     def __init__(
@@ -47,6 +50,7 @@ class ModelRunner:
         kv: Sequence[LayerKv],
         limits: BatchLimits,
         clock: Callable[[], float],
+        num_spec_tokens: int = 0,
     ) -> None:
         self.limits = limits
         self._decoder = decoder
@@ -54,6 +58,7 @@ class ModelRunner:
         self._kv = kv
         self._rows = InputBatch(limits)
         self._clock = clock
+        self._num_spec_tokens = num_spec_tokens
 
     @property
     def num_requests(self) -> int:
@@ -88,10 +93,13 @@ class ModelRunner:
         counts, errors = _accept(batch, sampled)
         token_ids = sampled.token_ids[_kept(batch.num_samples, counts)]
         self._rows.append_sampled(batch.rows, counts, token_ids)
+        num_drafts, drafts = self._propose(batch, counts)
         return StepResult(
             step_id=plan.step_id,
             num_sampled_tokens=counts,
             token_ids=token_ids,
+            num_draft_tokens=num_drafts,
+            draft_token_ids=drafts,
             logprobs=self._row_logprobs(batch, asked, sampled, counts, prompt_logprobs),
             errors=errors,
             elapsed_s=self._clock() - started,
@@ -114,6 +122,21 @@ class ModelRunner:
         padding = (0, padded_rows(len(indices)) - len(indices))
         rows = torch.from_numpy(np.pad(indices, padding)).to(hidden.device)
         return self._decoder.logits(hidden.index_select(0, rows))[: len(indices)]
+
+    def _propose(self, batch: FlatBatch, counts: Int32Array) -> tuple[Int32Array, Int32Array]:
+        """Drafts for rows that sampled: how many for each, [num_reqs] or [0], and all of them."""
+        if not self._num_spec_tokens:
+            return EMPTY_INT32, EMPTY_INT32
+        drafts = [EMPTY_INT32] * batch.num_reqs
+        for i in np.flatnonzero(counts).tolist():
+            row = int(batch.rows[i])
+            num_tokens = int(self._rows.num_tokens[row])
+            room = self.limits.max_model_len - num_tokens - 1
+            drafts[i] = propose(
+                self._rows.token_ids[row, :num_tokens], min(self._num_spec_tokens, room)
+            )
+        num_drafts = np.array([len(draft) for draft in drafts], dtype=np.int32)
+        return num_drafts, np.concatenate(drafts)
 
     def _raw_logits_if_asked(self, batch: FlatBatch, logits: torch.Tensor) -> torch.Tensor | None:
         """A copy of the logits, which sampling changes, when a row wants log probabilities."""

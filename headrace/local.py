@@ -32,7 +32,16 @@ _STOP_SLACK_S = 8.0
 
 
 class LocalError(RuntimeError):
-    """A service did not start or did not stay; the message has its last words."""
+    """A service did not start or did not stay; its last words are in the message.
+
+    summary is the message without them (last_lines), for those who have shown its log already.
+    """
+
+    def __init__(self, summary: str, last_lines: Sequence[str] = ()) -> None:
+        words = "".join(f"\n  {line}" for line in last_lines)
+        super().__init__(f"{summary}; its last lines:{words}" if words else summary)
+        self.summary = summary
+        self.last_lines = tuple(last_lines)
 
 
 def _programs() -> dict[str, tuple[str, ...]]:
@@ -109,8 +118,7 @@ class Child:
         code = await self._process.wait()
         await self._read_out()
         how = f"was killed by {signal.Signals(-code).name}" if code < 0 else f"ended ({code})"
-        words = "\n".join(f"  {line}" for line in self._last_lines) or "  (it said nothing)"
-        return LocalError(f"{self.name} {how}; its last lines:\n{words}")
+        return LocalError(f"{self.name} {how}", self._last_lines)
 
     async def stop(self, timeout_s: float) -> None:
         """Asks it to end and waits; kills it when that takes too long."""

@@ -71,8 +71,12 @@ async def serve(
 ) -> None:
     """Serve until SIGTERM or SIGINT, then finish what is live and stop."""
     scheduler_id = scheduler.scheduler_id or platform.node()
-    traces = telemetry.setup("headrace-scheduler", process.otlp_endpoint)
-    async with StatusStore(scheduler.store_url, Writer.SCHEDULER) as store:
+    try:
+        traces = telemetry.setup("headrace-scheduler", process.otlp_endpoint)
+        store = StatusStore(scheduler.store_url, Writer.SCHEDULER)
+    except ValueError as error:
+        raise config.ConfigError(f"store_url or otlp_endpoint: {error}") from error
+    async with store:
         switchboard = Switchboard(Journal(store, scheduler_id, clock=time.time))
         connectors = {address: GpuWorkerClient(address, channel) for address in scheduler.worker}
         workers = build_pool(connectors, switchboard, scheduler, pool, clock=time.time)

@@ -46,6 +46,10 @@ class RouterConnection:
         """What to send next; waits for it. See Outbox.take."""
         return await self._outbox.take()
 
+    async def overflowed(self) -> None:
+        """Return once the router is too slow to be served. See Outbox.overflowed."""
+        await self._outbox.overflowed()
+
     def finish(self) -> None:
         """Let `take` give what waits, then fail with OutboxClosedError."""
         self._outbox.close()

@@ -18,6 +18,7 @@ from scheduler.core.explain import Explanation
 from scheduler.core.plan import (
     Admission,
     FinishedRequest,
+    Int32Array,
     Int64Array,
     NewRequest,
     RequestStatus,
@@ -25,7 +26,7 @@ from scheduler.core.plan import (
 )
 from scheduler.core.scheduler import SchedulerCore
 from scheduler.in_flight import InFlight
-from scheduler.requests import LiveRequest
+from scheduler.requests import LiveRequest, Submission
 from scheduler.switchboard import Finish, Start, StepNews, Switchboard
 from scheduler.worker import WorkerInfo, WorkerLostError, WorkerResult, WorkerStream
 
@@ -115,6 +116,24 @@ class Engine:
         """Why such a request can never be served here, or None."""
         return self._core.refusal(num_prompt_tokens, max_tokens)
 
+    def end_reached(self, submission: Submission, generated: Int32Array) -> RequestStatus | None:
+        """How a request has ended with its last token, though nobody said so; None if it goes on.
+
+        generated is [num_tokens] of an earlier epoch, whose end may have been lost on the way.
+        """
+        if not len(generated):
+            return None
+        num_tokens = len(submission.prompt_token_ids) + len(generated)
+        if len(generated) >= submission.min_tokens:
+            ends = submission.stop_token_ids
+            if not submission.ignore_eos:
+                ends += self._info.eos_token_ids
+            if generated[-1] in ends:
+                return RequestStatus.STOPPED
+        if len(generated) >= submission.max_tokens or num_tokens >= self._info.max_model_len:
+            return RequestStatus.LENGTH_CAPPED
+        return None
+
     def explain(self, request_id: str) -> Explanation | None:
         """What happened to a request here and why, or None."""
         return self._core.explain(request_id)
@@ -202,7 +221,8 @@ class Engine:
                     if (facts := self._abort(request, status)) is not None:
                         finished.append(self._finish(facts))
                 case request:
-                    self._add(request)
+                    if (facts := self._add(request)) is not None:
+                        finished.append(self._finish(facts))
         if finished:
             self._switchboard.publish(StepNews(finished=finished))
 
@@ -212,12 +232,18 @@ class Engine:
             return unscheduled_end(request, status)
         return self._core.abort(request.key, status)
 
-    def _add(self, request: LiveRequest) -> None:
+    def _add(self, request: LiveRequest) -> FinishedRequest | None:
+        """Give it to the core; how it ended if there is nothing left to do."""
+        end = self.end_reached(request.submission, request.generated_token_ids)
+        if end is not None:
+            self._journal.admitted(request, 0, self._info.worker_id)
+            return unscheduled_end(request, end)
         new_request = self._new_request(request)
         if new_request.block_hashes is None:
             self._core.add_request(new_request, self._clock())
         else:
             self._unhashed[request.key] = new_request
+        return None
 
     def _hash_slice(self) -> None:
         """Hash a little of the oldest long prompt; once done, the core has it."""

@@ -79,10 +79,6 @@ class Parcel:
     refusals: tuple[NotTaken, ...]
 
 
-class RouterTooSlowError(Exception):
-    """More waits for a router than may wait."""
-
-
 class OutboxClosedError(Exception):
     """All was taken, and nothing more will come."""
 
@@ -95,18 +91,18 @@ class Outbox:
         self._news: list[News] = []
         self._refusals: list[NotTaken] = []
         self._num_waiting_tokens = 0
-        self._is_full = False
+        self._overflowed = asyncio.Event()
         self._is_closed = False
         self._filled = asyncio.Event()
 
     def push(self, news: News) -> None:
         """Add what a step brought."""
-        if self._is_full:
+        if self._overflowed.is_set():
             return
         self._num_waiting_tokens += len(news.token_ids)
         self._news.append(news)
         if self._num_waiting_tokens > self._max_waiting_tokens:
-            self._is_full = True
+            self._overflowed.set()
             self._news.clear()
         self._filled.set()
 
@@ -120,16 +116,20 @@ class Outbox:
         self._is_closed = True
         self._filled.set()
 
+    async def overflowed(self) -> None:
+        """Return once more waited than may wait; it was dropped, and nothing is taken in since.
+
+        Whoever takes may be stuck in sending, so somebody else has to wait for this.
+        """
+        await self._overflowed.wait()
+
     async def take(self) -> Parcel:
         """All that waits, merged; waits until there is something.
 
         Raises:
-            RouterTooSlowError: when so much waited that it was dropped.
             OutboxClosedError: when it is closed and empty.
         """
         await self._filled.wait()
-        if self._is_full:
-            raise RouterTooSlowError
         if self._is_closed and not (self._news or self._refusals):
             raise OutboxClosedError
         if not self._is_closed:

@@ -11,7 +11,7 @@ from dataclasses import dataclass
 
 from scheduler.config import PoolSettings
 from scheduler.core.explain import Explanation
-from scheduler.core.plan import RequestStatus
+from scheduler.core.plan import Int32Array, RequestStatus
 from scheduler.engine import Engine, unscheduled_end
 from scheduler.outbox import NotTaken
 from scheduler.requests import LiveRequest, Submission
@@ -120,7 +120,9 @@ class Pool:
             return NotTaken(
                 submission.handle, "NO_WORKER", f"no worker of model {submission.model!r} is ready"
             )
-        refusals = [_refusal(engine, submission) for engine in engines]
+        refusals = [
+            _refusal(engine, submission, submission.generated_token_ids) for engine in engines
+        ]
         able = [engine for engine, why in zip(engines, refusals, strict=True) if why is None]
         return min(able, key=_busyness) if able else next(r for r in refusals if r is not None)
 
@@ -168,7 +170,8 @@ class Pool:
             return NotTaken(
                 handle, "NO_WORKER", f"worker {worker_id!r} serves {worker.engine.info.model!r}"
             )
-        return _refusal(worker.engine, submission) or worker.engine
+        generated = submission.generated_token_ids
+        return _refusal(worker.engine, submission, generated) or worker.engine
 
     def _engines_of(self, model: str) -> list[Engine]:
         return [
@@ -249,7 +252,7 @@ class Pool:
             able = [
                 engine
                 for engine in self._engines_of(submission.model)
-                if _refusal(engine, submission) is None
+                if _refusal(engine, submission, waiting.request.generated_token_ids) is None
             ]
             if able:
                 del self._limbo[waiting.request.key]
@@ -287,13 +290,18 @@ def _busyness(engine: Engine) -> tuple[float, int]:
     return engine.num_requests / engine.info.max_num_seqs, used_blocks
 
 
-def _refusal(engine: Engine, submission: Submission) -> NotTaken | None:
-    """Why this engine can never serve this request, or None."""
-    tokens = submission.prompt_token_ids
+def _refusal(engine: Engine, submission: Submission, generated: Int32Array) -> NotTaken | None:
+    """Why this engine can never go on with this request, or None.
+
+    generated is [num_tokens] what it starts from; it takes room as the prompt does.
+    """
     vocab_size = engine.info.vocab_size
-    if int(tokens.max()) >= vocab_size:
-        return NotTaken(
-            submission.handle, "INVALID", f"prompt_token_ids: must be below {vocab_size}"
-        )
-    why = engine.refusal(len(tokens), submission.max_tokens)
+    columns = {"prompt_token_ids": submission.prompt_token_ids, "generated_token_ids": generated}
+    for name, token_ids in columns.items():
+        if len(token_ids) and int(token_ids.max()) >= vocab_size:
+            return NotTaken(submission.handle, "INVALID", f"{name}: must be below {vocab_size}")
+    if engine.end_reached(submission, generated) is not None:
+        return None
+    num_tokens = len(submission.prompt_token_ids) + len(generated)
+    why = engine.refusal(num_tokens, submission.max_tokens)
     return NotTaken(submission.handle, "TOO_LONG", why) if why is not None else None

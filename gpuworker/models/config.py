@@ -24,6 +24,7 @@ class Rope:
     rotary_dim: leading dimensions of a head that turn; the rest pass.
     linear_factor: positions are divided by it.
     frequency_divisors: [rotary_dim / 2] or empty; each frequency is divided by its own.
+    long_frequency_divisors: used instead when max_model_len exceeds original_max_position.
     attention_factor: multiplies the cosines and sines.
     """
 
@@ -32,6 +33,8 @@ class Rope:
     linear_factor: float = 1.0
     scaling: RopeScaling | None = None
     frequency_divisors: tuple[float, ...] = ()
+    long_frequency_divisors: tuple[float, ...] = ()
+    original_max_position: int = 0
     attention_factor: float = 1.0
 
 

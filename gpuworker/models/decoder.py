@@ -17,7 +17,7 @@ from gpuworker.models.rope import RopeStep, RopeTable
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class LayerWeights:
-    """Weights of a layer; norms are [hidden_size] or, on queries and keys, [head_dim].
+    """Weights of a layer; norms are float32, [hidden_size] or, on queries and keys, [head_dim].
 
     qkv: query, key and value rows in this order. gate_up: gate rows, then up rows.
     """
@@ -145,10 +145,10 @@ class Decoder:
         return hidden + self._norm(output(x), norm)
 
     def _norm(self, x: torch.Tensor, weight: torch.Tensor) -> torch.Tensor:
-        """Root-mean-square norm over the last dimension, in float32."""
+        """Root-mean-square norm over the last dimension, in float32; weight is float32."""
         wide = x.float()
         scale = wide.square().mean(-1, keepdim=True).add_(self.config.norm_eps).rsqrt_()
-        return (wide * scale).to(x.dtype) * weight
+        return (wide * scale).mul_(weight).to(x.dtype)
 
 
 @dataclass(frozen=True, slots=True)

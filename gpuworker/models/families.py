@@ -1,20 +1,13 @@
 """How a Hugging Face config.json becomes a ModelConfig, family by family."""
 
 import math
-from collections.abc import Callable, Mapping
+from collections.abc import Callable
 from dataclasses import replace
 from typing import Any
 
-from gpuworker.models.config import (
-    AttentionConfig,
-    LayerConfig,
-    ModelConfig,
-    Rope,
-    RopeScaling,
-)
+from gpuworker.models.config import AttentionConfig, LayerConfig, ModelConfig, Rope
 from gpuworker.models.errors import UnsupportedModelError
-
-HfConfig = Mapping[str, Any]
+from gpuworker.models.rope_config import HfConfig, rope_config
 
 
 def model_config(hf: HfConfig) -> ModelConfig:
@@ -48,22 +41,50 @@ def _base(hf: HfConfig, family: str) -> ModelConfig:
         head_dim=head_dim,
         scale=1.0 / math.sqrt(head_dim),
     )
-    layer = LayerConfig(rope=_rope(hf, head_dim))
     return ModelConfig(
         family=family,
         vocab_size=int(hf["vocab_size"]),
         hidden_size=int(hf["hidden_size"]),
         intermediate_size=int(hf["intermediate_size"]),
-        layers=(layer,) * int(hf["num_hidden_layers"]),
+        layers=_layers(hf, lambda _: rope_config(hf, head_dim)),
         attention=attention,
-        norm_eps=float(hf["rms_norm_eps"]),
+        norm_eps=float(hf.get("rms_norm_eps", 1e-6)),
         max_model_len=int(hf["max_position_embeddings"]),
         tie_embeddings=bool(hf.get("tie_word_embeddings", False)),
-        activation=_activation(str(hf.get("hidden_act", "silu"))),
+        activation=_activation(hf),
     )
 
 
-def _activation(name: str) -> Any:
+def _layers(hf: HfConfig, rope_of: Callable[[bool], Rope]) -> tuple[LayerConfig, ...]:
+    """Layers by `layer_types`; without it, `sliding_window` (if any) is every layer's.
+
+    Args:
+        hf: the configuration.
+        rope_of: a layer's rope, given whether it has a window.
+    """
+    num_layers = int(hf["num_hidden_layers"])
+    window = hf.get("sliding_window")
+    kinds = hf.get("layer_types")
+    if kinds is None:
+        kinds = ["full_attention" if window is None else "sliding_attention"] * num_layers
+    if len(kinds) != num_layers:
+        raise UnsupportedModelError(f"layer_types has {len(kinds)} entries for {num_layers} layers")
+    layers = []
+    for kind in kinds:
+        if kind not in {"full_attention", "sliding_attention"}:
+            raise UnsupportedModelError(f"layer type {kind!r} is not supported")
+        has_window = kind == "sliding_attention"
+        layers.append(
+            LayerConfig(
+                rope=rope_of(has_window), sliding_window=int(window or 0) if has_window else None
+            )
+        )
+    return tuple(layers)
+
+
+def _activation(hf: HfConfig) -> Any:
+    # Gemma's older files have both, and mean the second.
+    name = str(hf.get("hidden_activation") or hf.get("hidden_act") or "silu")
     names = {"silu": "silu", "gelu_pytorch_tanh": "gelu_tanh"}
     if name not in names:
         raise UnsupportedModelError(
@@ -72,32 +93,9 @@ def _activation(name: str) -> Any:
     return names[name]
 
 
-def _rope(hf: HfConfig, head_dim: int) -> Rope:
-    """Rotary parameters; `rope_parameters` is `rope_scaling` with the base, newer."""
-    scaling = dict(hf.get("rope_parameters") or hf.get("rope_scaling") or {})
-    base = float(scaling.get("rope_theta") or hf.get("rope_theta") or 10000.0)
-    partial = scaling.get("partial_rotary_factor") or hf.get("partial_rotary_factor") or 1.0
-    rope = Rope(base=base, rotary_dim=int(head_dim * float(partial)))
-    kind = scaling.get("rope_type") or scaling.get("type") or "default"
-    if kind == "default":
-        return rope
-    if kind == "linear":
-        return replace(rope, linear_factor=float(scaling["factor"]))
-    if kind == "llama3":
-        llama3 = RopeScaling(
-            factor=float(scaling["factor"]),
-            low_freq_factor=float(scaling["low_freq_factor"]),
-            high_freq_factor=float(scaling["high_freq_factor"]),
-            original_max_position=int(scaling["original_max_position_embeddings"]),
-        )
-        return replace(rope, scaling=llama3)
-    raise UnsupportedModelError(
-        f"rope type {kind!r} is not supported; supported are: default, linear, llama3"
-    )
-
-
 def _llama(hf: HfConfig) -> ModelConfig:
-    config = _base(hf, "llama")
+    # Llama has no windows, whatever a stray key says.
+    config = _base({**hf, "sliding_window": None, "layer_types": None}, "llama")
     has_bias = bool(hf.get("attention_bias", False))
     return replace(
         config,
@@ -106,6 +104,125 @@ def _llama(hf: HfConfig) -> ModelConfig:
     )
 
 
+def _mistral(hf: HfConfig) -> ModelConfig:
+    return _base(hf, "mistral")
+
+
+def _qwen2(hf: HfConfig) -> ModelConfig:
+    config = _base(_with_qwen_windows(hf), "qwen2")
+    return replace(config, attention=replace(config.attention, qkv_bias=True))
+
+
+def _qwen3(hf: HfConfig) -> ModelConfig:
+    config = _base({"head_dim": 128, **_with_qwen_windows(hf)}, "qwen3")
+    has_bias = bool(hf.get("attention_bias", False))
+    attention = replace(config.attention, qkv_bias=has_bias, output_bias=has_bias, has_qk_norm=True)
+    return replace(config, attention=attention)
+
+
+def _with_qwen_windows(hf: HfConfig) -> HfConfig:
+    """Older files have no layer_types: windows begin at layer max_window_layers, if used at all."""
+    if not hf.get("use_sliding_window", False):
+        return {**hf, "sliding_window": None, "layer_types": None}
+    if hf.get("layer_types") is not None:
+        return hf
+    num_layers, first = int(hf["num_hidden_layers"]), int(hf.get("max_window_layers", 28))
+    kinds = ["sliding_attention" if i >= first else "full_attention" for i in range(num_layers)]
+    return {**hf, "layer_types": kinds}
+
+
+def _smollm3(hf: HfConfig) -> ModelConfig:
+    config = _base({"tie_word_embeddings": True, **_with_qwen_windows(hf)}, "smollm3")
+    has_bias = bool(hf.get("attention_bias", False))
+    uses_rope = hf.get("no_rope_layers")
+    if uses_rope is None:
+        interval = int(hf.get("no_rope_layer_interval", 4))
+        uses_rope = [(i + 1) % interval != 0 for i in range(len(config.layers))]
+    layers = [
+        layer if uses else replace(layer, rope=None)
+        for layer, uses in zip(config.layers, uses_rope, strict=True)
+    ]
+    return replace(
+        config,
+        layers=tuple(layers),
+        attention=replace(config.attention, qkv_bias=has_bias, output_bias=has_bias),
+        mlp_bias=bool(hf.get("mlp_bias", False)),
+    )
+
+
+def _phi3(hf: HfConfig) -> ModelConfig:
+    return _base(hf, "phi3")
+
+
+def _gemma2(hf: HfConfig) -> ModelConfig:
+    if hf.get("layer_types") is None:
+        kinds = ["full_attention" if i % 2 else "sliding_attention" for i in range(_depth(hf))]
+        hf = {**hf, "layer_types": kinds}
+    return _gemma(hf, "gemma2", has_qk_norm=False)
+
+
+def _gemma3(hf: HfConfig) -> ModelConfig:
+    if hf.get("layer_types") is None:
+        period = int(hf.get("sliding_window_pattern") or hf.get("_sliding_window_pattern") or 6)
+        kinds = [
+            "sliding_attention" if (i + 1) % period else "full_attention" for i in range(_depth(hf))
+        ]
+        hf = {**hf, "layer_types": kinds}
+    config = _gemma(hf, "gemma3", has_qk_norm=True)
+    ropes = _gemma3_ropes(hf, config.attention.head_dim)
+    return replace(config, layers=_layers(hf, lambda has_window: ropes[has_window]))
+
+
+def _gemma3_ropes(hf: HfConfig, head_dim: int) -> dict[bool, Rope]:
+    """Ropes by whether a layer has a window; two spellings, the newer by layer type."""
+    parameters = hf.get("rope_parameters") or {}
+    if "full_attention" in parameters:
+        return {
+            has_window: rope_config({"rope_parameters": parameters[kind]}, head_dim)
+            for has_window, kind in ((False, "full_attention"), (True, "sliding_attention"))
+        }
+    local = {"rope_theta": hf.get("rope_local_base_freq", 10000.0)}
+    return {
+        False: rope_config({"rope_theta": 1000000.0, **hf}, head_dim),
+        True: rope_config(local, head_dim),
+    }
+
+
+def _gemma(hf: HfConfig, family: str, *, has_qk_norm: bool) -> ModelConfig:
+    defaults = {"head_dim": 256, "tie_word_embeddings": True, "hidden_act": "gelu_pytorch_tanh"}
+    # Its ropes may be nested by layer type: those are gemma3's own business.
+    flat = {**defaults, **hf, "rope_parameters": None} if family == "gemma3" else defaults | {**hf}
+    config = _base(flat, family)
+    has_bias = bool(hf.get("attention_bias", False))
+    soft_cap = hf.get("attn_logit_softcapping")
+    return replace(
+        config,
+        attention=replace(
+            config.attention,
+            scale=float(hf.get("query_pre_attn_scalar", 256)) ** -0.5,
+            soft_cap=None if soft_cap is None else float(soft_cap),
+            qkv_bias=has_bias,
+            output_bias=has_bias,
+            has_qk_norm=has_qk_norm,
+        ),
+        norm_offset=1.0,
+        has_post_norms=True,
+        embedding_scale=float(hf["hidden_size"]) ** 0.5,
+        final_soft_cap=hf.get("final_logit_softcapping"),
+    )
+
+
+def _depth(hf: HfConfig) -> int:
+    return int(hf["num_hidden_layers"])
+
+
 _BUILDERS: dict[str, Callable[[HfConfig], ModelConfig]] = {
     "LlamaForCausalLM": _llama,
+    "MistralForCausalLM": _mistral,
+    "Qwen2ForCausalLM": _qwen2,
+    "Qwen3ForCausalLM": _qwen3,
+    "SmolLM3ForCausalLM": _smollm3,
+    "Phi3ForCausalLM": _phi3,
+    "Gemma2ForCausalLM": _gemma2,
+    "Gemma3ForCausalLM": _gemma3,
 }

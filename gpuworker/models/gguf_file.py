@@ -3,7 +3,6 @@
 import math
 from dataclasses import replace
 from pathlib import Path
-from typing import Any
 
 import gguf
 import numpy as np
@@ -14,13 +13,7 @@ from gpuworker.models.config import LayerConfig, ModelConfig
 from gpuworker.models.errors import UnsupportedModelError, WeightError
 from gpuworker.models.families import model_config
 from gpuworker.models.gguf_header import GgufTensor, read_header
-
-# GGUF architecture -> Hugging Face architecture.
-_ARCHITECTURES = {
-    "llama": "LlamaForCausalLM",
-}
-# Files of these hold query and key rows in the order of interleaved rotation.
-_INTERLEAVED = {"llama"}
+from gpuworker.models.gguf_metadata import GgufMetadata
 
 _GLOBAL_NAMES = {
     "token_embd.weight": "model.embed_tokens.weight",
@@ -37,11 +30,29 @@ _LAYER_NAMES = {
     "attn_k_norm": "self_attn.k_norm",
     "attn_output": "self_attn.o_proj",
     "ffn_norm": "post_attention_layernorm",
+    "post_ffw_norm": "post_feedforward_layernorm",
     "ffn_gate": "mlp.gate_proj",
     "ffn_up": "mlp.up_proj",
     "ffn_down": "mlp.down_proj",
 }
-_ROPE_DIVISORS = "rope_freqs.weight"
+# Architectures that use a name for another thing.
+_LAYER_NAMES_BY_ARCHITECTURE = {
+    "phi3": {"ffn_up": "mlp.gate_up_proj"},
+    "gemma2": {
+        "ffn_norm": "pre_feedforward_layernorm",
+        "post_attention_norm": "post_attention_layernorm",
+    },
+    "gemma3": {
+        "ffn_norm": "pre_feedforward_layernorm",
+        "post_attention_norm": "post_attention_layernorm",
+    },
+}
+# Divisors of rope frequencies -> the field of Rope they fill.
+_ROPE_DIVISORS = {
+    "rope_freqs.weight": "frequency_divisors",
+    "rope_factors_short.weight": "frequency_divisors",
+    "rope_factors_long.weight": "long_frequency_divisors",
+}
 
 # Types that `dequantize` wants as numbers rather than bytes.
 _PLAIN_TYPES = {
@@ -58,10 +69,18 @@ class GgufSource:
     def __init__(self, file: Path) -> None:
         header = read_header(file)
         self._buffer = header.buffer
-        self._metadata = _Metadata(header.metadata)
-        self._tensor_by_name = {_hf_name(name): tensor for name, tensor in header.tensors.items()}
-        divisors = self._tensor_by_name.pop(_ROPE_DIVISORS, None)
-        self._divisors = () if divisors is None else tuple(self._values(divisors).tolist())
+        self._metadata = GgufMetadata(header.metadata)
+        names = _LAYER_NAMES | _LAYER_NAMES_BY_ARCHITECTURE.get(self._metadata.architecture, {})
+        self._tensor_by_name = {
+            _hf_name(name, names): tensor
+            for name, tensor in header.tensors.items()
+            if name not in _ROPE_DIVISORS
+        }
+        self._divisors = {
+            field: tuple(self._values(header.tensors[name]).tolist())
+            for name, field in _ROPE_DIVISORS.items()
+            if name in header.tensors
+        }
         if "model.embed_tokens.weight" not in self._tensor_by_name:
             raise WeightError(f"{file.name}: tensor 'token_embd.weight' is missing")
         self.config: ModelConfig = self._config()
@@ -104,7 +123,8 @@ class GgufSource:
         hf["vocab_size"] = embedding.shape[0]
         hf["tie_word_embeddings"] = "lm_head.weight" not in self._tensor_by_name
         hf["attention_bias"] = "model.layers.0.self_attn.q_proj.bias" in self._tensor_by_name
-        config = model_config(hf)
+        # Norm weights are stored as they are used.
+        config = replace(model_config(hf), norm_offset=0.0)
         if not self._divisors:
             return config
         return replace(config, layers=tuple(map(self._with_divisors, config.layers)))
@@ -112,11 +132,24 @@ class GgufSource:
     def _with_divisors(self, layer: LayerConfig) -> LayerConfig:
         if layer.rope is None:
             return layer
-        return replace(layer, rope=replace(layer.rope, frequency_divisors=self._divisors))
+        original = int(
+            self._metadata.model(
+                "rope.scaling.original_context_length", self._metadata.model("context_length")
+            )
+        )
+        sharpness = float(self._metadata.model("rope.scaling.attn_factor", 1.0))
+        rope = replace(
+            layer.rope,
+            original_max_position=original,
+            attention_factor=sharpness,
+            frequency_divisors=self._divisors.get("frequency_divisors", ()),
+            long_frequency_divisors=self._divisors.get("long_frequency_divisors", ()),
+        )
+        return replace(layer, rope=rope)
 
     def _uninterleave(self, name: str, weight: torch.Tensor) -> torch.Tensor:
         """Puts rows of queries and keys back in the order of rotation by halves."""
-        if self._metadata.architecture not in _INTERLEAVED:
+        if not self._metadata.is_interleaved:
             return weight
         attention = self.config.attention
         if ".q_proj." in name:
@@ -129,58 +162,7 @@ class GgufSource:
         return rows.transpose(1, 2).reshape(weight.shape)
 
 
-class _Metadata:
-    """Typed access to a GGUF file's key-value pairs."""
-
-    def __init__(self, values: dict[str, Any]) -> None:
-        self._values = values
-        self.architecture = str(self._value("general.architecture"))
-        if self.architecture not in _ARCHITECTURES:
-            raise UnsupportedModelError(
-                f"GGUF architecture {self.architecture!r} is not supported; supported are: "
-                + ", ".join(sorted(_ARCHITECTURES))
-            )
-
-    def as_hf(self) -> dict[str, Any]:
-        """The same facts under the keys of a config.json; without the vocabulary's size."""
-        num_heads = int(self._model("attention.head_count"))
-        hidden_size = int(self._model("embedding_length"))
-        head_dim = int(self._model("attention.key_length", hidden_size // num_heads))
-        rope: dict[str, Any] = {
-            "rope_theta": float(self._model("rope.freq_base", 10000.0)),
-            "partial_rotary_factor": self._model("rope.dimension_count", head_dim) / head_dim,
-        }
-        if self._model("rope.scaling.type", "none") == "linear":
-            rope |= {"rope_type": "linear", "factor": float(self._model("rope.scaling.factor"))}
-        return {
-            "architectures": [_ARCHITECTURES[self.architecture]],
-            "hidden_size": hidden_size,
-            "intermediate_size": int(self._model("feed_forward_length")),
-            "num_hidden_layers": int(self._model("block_count")),
-            "num_attention_heads": num_heads,
-            "num_key_value_heads": int(self._model("attention.head_count_kv", num_heads)),
-            "head_dim": head_dim,
-            "rms_norm_eps": float(self._model("attention.layer_norm_rms_epsilon")),
-            "max_position_embeddings": int(self._model("context_length")),
-            "rope_parameters": rope,
-        }
-
-    def eos_token_ids(self) -> tuple[int, ...]:
-        """Ends of sequence and of turn, in this order, each once."""
-        keys = ("tokenizer.ggml.eos_token_id", "tokenizer.ggml.eot_token_id")
-        return tuple(dict.fromkeys(int(self._value(key)) for key in keys if key in self._values))
-
-    def _model(self, key: str, default: Any = None) -> Any:
-        return self._value(f"{self.architecture}.{key}", default)
-
-    def _value(self, key: str, default: Any = None) -> Any:
-        value = self._values.get(key, default)
-        if value is None:
-            raise WeightError(f"GGUF key {key!r} is missing")
-        return value
-
-
-def _hf_name(name: str) -> str:
+def _hf_name(name: str, layer_names: dict[str, str]) -> str:
     """A tensor's Hugging Face name; an unknown one is kept, for the loader to refuse."""
     if name in _GLOBAL_NAMES:
         return _GLOBAL_NAMES[name]
@@ -188,4 +170,4 @@ def _hf_name(name: str) -> str:
         return name
     _, layer, rest = name.split(".", 2)
     stem, _, kind = rest.rpartition(".")
-    return f"model.layers.{layer}.{_LAYER_NAMES.get(stem, stem)}.{kind}"
+    return f"model.layers.{layer}.{layer_names.get(stem, stem)}.{kind}"

@@ -142,13 +142,15 @@ class _Loader:
         return make_linear(self._tensor(f"{name}.weight", shape), bias)
 
     def _norm(self, name: str, size: int) -> torch.Tensor:
-        weight = self._tensor(f"{name}.weight", (size,))
+        weight = self._tensor(f"{name}.weight", (size,), torch.float32)
         return weight + self._source.config.norm_offset
 
     def _optional_norm(self, name: str, size: int | None) -> torch.Tensor | None:
         return None if size is None else self._norm(name, size)
 
-    def _tensor(self, name: str, shape: tuple[int, ...]) -> torch.Tensor:
+    def _tensor(
+        self, name: str, shape: tuple[int, ...], dtype: torch.dtype | None = None
+    ) -> torch.Tensor:
         tensor = self._source.read(name)
         if tuple(tensor.shape) != shape:
             raise WeightError(
@@ -157,7 +159,7 @@ class _Loader:
             )
         self._read.add(name)
         self._progress(len(self._read), len(self._names))
-        return tensor.to(self._device, self._dtype)
+        return tensor.to(self._device, dtype or self._dtype)
 
 
 def with_max_model_len(config: ModelConfig, max_model_len: int | None) -> ModelConfig:

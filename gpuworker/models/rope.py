@@ -11,7 +11,7 @@ class RopeTable:
     """Cosines and sines of every position, [max_model_len, rotary_dim], halves repeated."""
 
     def __init__(self, rope: Rope, max_model_len: int, device: torch.device) -> None:
-        frequencies = _inverse_frequencies(rope)
+        frequencies = _inverse_frequencies(rope, max_model_len)
         positions = torch.arange(max_model_len, dtype=torch.float32) / rope.linear_factor
         angles = torch.outer(positions, frequencies)
         self._rotary_dim = rope.rotary_dim
@@ -49,12 +49,15 @@ class RopeStep:
         return turned
 
 
-def _inverse_frequencies(rope: Rope) -> torch.Tensor:
+def _inverse_frequencies(rope: Rope, max_model_len: int) -> torch.Tensor:
     """[rotary_dim / 2] radians per position."""
     exponents = torch.arange(0, rope.rotary_dim, 2, dtype=torch.int64).float() / rope.rotary_dim
     frequencies = 1.0 / (rope.base**exponents)
-    if rope.frequency_divisors:
-        frequencies = frequencies / torch.tensor(rope.frequency_divisors)
+    divisors = rope.frequency_divisors
+    if rope.long_frequency_divisors and max_model_len > rope.original_max_position:
+        divisors = rope.long_frequency_divisors
+    if divisors:
+        frequencies = frequencies / torch.tensor(divisors)
     if rope.scaling is not None:
         frequencies = _llama3_scaled(frequencies, rope.scaling)
     return frequencies

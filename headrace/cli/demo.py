@@ -7,9 +7,9 @@ from typing import TYPE_CHECKING, Any
 
 import click
 
-from headrace.cli.exits import Failure, run
+from headrace.cli.exits import run
 from headrace.cli.progress import Steps
-from headrace.cli.serving import make_config, model_options
+from headrace.cli.serving import ended, make_config, model_options
 
 if TYPE_CHECKING:
     from headrace.local import LocalConfig
@@ -56,4 +56,4 @@ async def _demo(config: "LocalConfig", steps: Steps, prompt: str, max_tokens: in
             click.echo(f"\n{stopwatch.figures()}")
             steps.begin("stopping")
     except LocalError as error:
-        raise Failure(str(error)) from error
+        raise ended(error) from error

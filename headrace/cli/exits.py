@@ -57,9 +57,9 @@ def run(
 
     try:
         traces = telemetry.setup("headrace-cli", otlp_endpoint)
-    except ValueError as error:
+    except click.ClickException:
         work.close()
-        raise click.UsageError(str(error)) from error
+        raise
     try:
         return (runner or asyncio.run)(work)
     except ServiceError as error:

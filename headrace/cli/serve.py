@@ -2,6 +2,7 @@
 
 import asyncio
 import signal
+import socket
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -9,7 +10,7 @@ import click
 
 from headrace.cli.exits import Failure
 from headrace.cli.progress import Steps
-from headrace.cli.serving import flags, make_config, model_options
+from headrace.cli.serving import ended, flags, make_config, model_options
 
 if TYPE_CHECKING:
     from headrace.client import ChannelConfig
@@ -91,6 +92,7 @@ def serve(
         name: arguments.pop(name)
         for name in ("tls_cert_file", "tls_key_file", "tls_client_ca_file", "auth_token_file")
     }
+    _check_free(host, port)
     with Steps() as steps:
         config = make_config(
             arguments,
@@ -104,6 +106,17 @@ def serve(
             channel=_channel(serving),
         )
         asyncio.run(_serve(config, steps))
+
+
+def _check_free(host: str, port: int) -> None:
+    """Says at once what else the router would say when the model is loaded."""
+    family = socket.AF_INET6 if ":" in host else socket.AF_INET
+    try:
+        socket.create_server((host, port), family=family).close()
+    except OSError as error:
+        raise Failure(
+            f"cannot listen on {host}:{port} ({error.strerror}); choose another --port or --host"
+        ) from error
 
 
 def _channel(serving: dict[str, str]) -> "ChannelConfig | None":
@@ -127,11 +140,15 @@ async def _serve(config: "LocalConfig", steps: Steps) -> None:
         async with local_pool(config, tell=steps.begin, log=steps.log) as pool:
             steps.done()
             click.echo(_welcome(config.model_name, pool.address))
-            raise Failure(str(await pool.wait_failed()))
+            try:
+                raise ended(await pool.wait_failed())
+            finally:
+                steps.begin("stopping")
     except LocalError as error:
-        raise Failure(str(error)) from error
+        raise ended(error) from error
     except asyncio.CancelledError:
         # Asked to stop: everything is stopped now, and that is success.
+        steps.done()
         for number in (signal.SIGTERM, signal.SIGINT):
             loop.remove_signal_handler(number)
 

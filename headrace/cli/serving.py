@@ -10,7 +10,7 @@ from headrace.cli.exits import Failure
 
 if TYPE_CHECKING:
     from headrace.cli.progress import Steps
-    from headrace.local import LocalConfig
+    from headrace.local import LocalConfig, LocalError
 
 Command = TypeVar("Command", bound=Callable[..., Any])
 
@@ -82,6 +82,11 @@ def make_config(arguments: dict[str, Any], steps: "Steps", **changed: Any) -> "L
         ],
         **changed,
     )
+
+
+def ended(error: "LocalError") -> Failure:
+    """A service's end; its log has been shown as it came."""
+    return Failure(error.summary + ("; what it said is above" if error.last_lines else ""))
 
 
 def flags(values: dict[str, Any]) -> Sequence[str]:

@@ -22,6 +22,8 @@ from opentelemetry import trace
 from opentelemetry.trace import Link, NonRecordingSpan, Span, SpanContext, SpanKind, TraceFlags
 from opentelemetry.trace.status import Status, StatusCode
 
+from headrace.service.config import ConfigError
+
 if TYPE_CHECKING:
     from opentelemetry.sdk.trace import TracerProvider
 
@@ -107,7 +109,7 @@ def setup(service_name: str, endpoint: str | None = None) -> Telemetry:
             OTEL_EXPORTER_OTLP_ENDPOINT, else off.
 
     Raises:
-        ValueError: the endpoint has another form.
+        ConfigError: the endpoint has another form.
     """
     global _tracer  # noqa: PLW0603
     endpoint = (
@@ -118,7 +120,7 @@ def setup(service_name: str, endpoint: str | None = None) -> Telemetry:
     if not endpoint or os.environ.get("OTEL_SDK_DISABLED", "").lower() == "true":
         return Telemetry()
     if not endpoint.startswith(("http://", "https://")):
-        raise ValueError(f"OTLP endpoint {endpoint!r} must begin with http:// or https://")
+        raise ConfigError(f"OTLP endpoint {endpoint!r} must begin with http:// or https://")
 
     from opentelemetry.exporter.otlp.proto.grpc.trace_exporter import OTLPSpanExporter
     from opentelemetry.sdk.resources import Resource

@@ -14,7 +14,7 @@ Policy = Literal["fcfs", "priority"]
 T = TypeVar("T")
 
 
-@dataclass(frozen=True, slots=True)
+@dataclass(frozen=True, slots=True, eq=False)
 class Entry(Generic[T]):
     """A waiting request; arrival is a number that only grows, unique in its queue."""
 
@@ -31,7 +31,9 @@ class GlobalQueue(Generic[T]):
     def __init__(self, policy: Policy = "fcfs") -> None:
         self._policy = policy
         self._entry_by_key: dict[int, Entry[T]] = {}
-        self._heap: list[tuple[int, int, int]] = []  # (priority, arrival, key)
+        # (priority, arrival, number of the push, entry)
+        self._heap: list[tuple[int, int, int, Entry[T]]] = []
+        self._num_pushed = 0
         self.num_tokens = 0
 
     def __len__(self) -> int:
@@ -47,13 +49,14 @@ class GlobalQueue(Generic[T]):
         self._entry_by_key[entry.key] = entry
         self.num_tokens += entry.num_tokens
         rank = entry.priority if self._policy == "priority" else 0
-        heapq.heappush(self._heap, (rank, entry.arrival, entry.key))
+        self._num_pushed += 1
+        heapq.heappush(self._heap, (rank, entry.arrival, self._num_pushed, entry))
 
     def peek(self) -> T | None:
         """The next one, left in its place; None when nothing waits."""
         while self._heap:
-            entry = self._entry_by_key.get(self._heap[0][2])
-            if entry is not None and entry.arrival == self._heap[0][1]:
+            entry = self._heap[0][3]
+            if self._is_waiting(entry):
                 return entry.item
             heapq.heappop(self._heap)
         return None
@@ -66,6 +69,10 @@ class GlobalQueue(Generic[T]):
         self.num_tokens -= entry.num_tokens
         # Cancelled places must not outnumber the living for long.
         if len(self._heap) > 2 * len(self._entry_by_key) + 16:
-            self._heap = [place for place in self._heap if place[2] in self._entry_by_key]
+            self._heap = [place for place in self._heap if self._is_waiting(place[3])]
             heapq.heapify(self._heap)
         return True
+
+    def _is_waiting(self, entry: Entry[T]) -> bool:
+        # The same key may have come back since, with another entry.
+        return self._entry_by_key.get(entry.key) is entry

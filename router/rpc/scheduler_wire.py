@@ -54,7 +54,9 @@ def to_submission(completion: Completion) -> scheduler_pb2.Submission:
         generated_token_ids=completion.token_ids.tobytes(),
         sampling=spec.sampling,
         priority=spec.priority,
-        arrival_time_unix_s=request.arrived_unix_s,
+        # Completions of one request must not tie: of two that are equal in priority and arrival,
+        # each would take the other's KV blocks, again and again.
+        arrival_time_unix_s=request.arrived_unix_s + completion.index * 1e-6,
         deadline_unix_s=spec.deadline_unix_s or 0.0,
         cache_salt=spec.cache_salt,
         tenant=spec.tenant,

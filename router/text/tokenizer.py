@@ -38,8 +38,7 @@ class TextTokenizer:
             tokens[token_id] = token
         added = tokenizer.get_added_tokens_decoder()
         self.special_ids = frozenset(i for i, token in added.items() if token.special)
-        decoder = json.loads(tokenizer.to_str())["decoder"]
-        self._decoding = compile_decoder(decoder, tokens, self.special_ids)
+        self._decoding = compile_decoder(_decoder_of(tokenizer), tokens, self.special_ids)
 
     def encode(self, text: str, *, add_special_tokens: bool) -> Int32Array:
         """[num_tokens] ids. Names of special tokens in the text become those tokens.
@@ -94,6 +93,12 @@ def load_model_text(path: Path) -> ModelText:
     source = metadata.get("tokenizer.chat_template")
     template = ChatTemplate(source, gguf_special_tokens(metadata)) if source else None
     return ModelText(tokenizer, template)
+
+
+def _decoder_of(tokenizer: Tokenizer) -> Any:
+    """The decoder as tokenizer.json has it; writing out the whole pipeline takes a second."""
+    decoder = tokenizer.decoder
+    return None if decoder is None else json.loads(decoder.__getstate__())
 
 
 def _load_folder(folder: Path) -> ModelText:

@@ -112,6 +112,7 @@ class StepBatch:
         if index is None:
             return False
         self.budget += self.rows.pop(index)[2]
+        self.num_walked -= index < self.num_walked
         kept = [
             pair for pair in zip(self.grown_rows, self.grown_ids, strict=True) if pair[0] != row
         ]
@@ -137,6 +138,7 @@ class StepBatch:
         columns = (vector.rows, vector.num_computed, vector.num_scheduled, vector.goals)
         entries = zip(*(column.tolist() for column in columns), drafts, strict=True)
         self.rows[:0] = entries
+        self.num_walked += len(vector.rows)
         self.vector = None
 
 

@@ -7,6 +7,7 @@ cached: found by its digest until it is given out again).
 
 from collections import OrderedDict
 from collections.abc import Iterable, Sequence
+from itertools import islice
 
 
 class BlockPool:
@@ -40,10 +41,6 @@ class BlockPool:
         """Requests that hold the block."""
         return self._num_refs[block_id]
 
-    def digest(self, block_id: int) -> bytes | None:
-        """What the block is known to contain."""
-        return self._digest_by_block[block_id]
-
     def take(self, count: int) -> list[int]:
         """Give out the first `count` free blocks; what they had cached is forgotten (eviction)."""
         pop, num_refs, digests = self._free.popitem, self._num_refs, self._digest_by_block
@@ -58,10 +55,11 @@ class BlockPool:
 
     def touch(self, block_ids: Iterable[int]) -> None:
         """Reference cached blocks once more; free ones leave the free list."""
+        free, num_refs = self._free, self._num_refs
         for block_id in block_ids:
-            if self._num_refs[block_id] == 0:
-                del self._free[block_id]
-            self._num_refs[block_id] += 1
+            if num_refs[block_id] == 0:
+                del free[block_id]
+            num_refs[block_id] += 1
 
     def release(self, block_ids: Sequence[int]) -> None:
         """Give back a request's blocks, in its table's order.
@@ -95,21 +93,20 @@ class BlockPool:
             elif holders != block_id:
                 blocks_by_digest[digest] = {holders: None, block_id: None}
 
-    def find(self, digest: bytes) -> int | None:
-        """The block registered first among those that hold these contents."""
-        holders = self._blocks_by_digest.get(digest)
-        return next(iter(holders)) if isinstance(holders, dict) else holders
-
-    def find_prefix(self, digests: Iterable[bytes]) -> list[int]:
-        """Blocks of the longest cached run of digests."""
+    def find_prefix(self, digests: Sequence[bytes], max_blocks: int) -> list[int]:
+        """Blocks of the longest cached run of digests, at most max_blocks."""
         found: list[int] = []
         blocks_by_digest = self._blocks_by_digest
-        for digest in digests:
+        for digest in islice(digests, max_blocks):
             holders = blocks_by_digest.get(digest)
             if holders is None:
                 break
             found.append(next(iter(holders)) if isinstance(holders, dict) else holders)
         return found
+
+    def num_unreferenced(self, block_ids: Iterable[int]) -> int:
+        """How many of the blocks nobody holds."""
+        return list(map(self._num_refs.__getitem__, block_ids)).count(0)
 
     def forget_all(self) -> None:
         """Drop every cached content; the free list keeps its order."""

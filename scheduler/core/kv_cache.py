@@ -63,10 +63,10 @@ class KvCache:
         num_full = (len(request.token_ids) - 1) // self.block_size
         hashes = request.block_hashes
         hashes.extend(request.token_ids, num_full)
-        block_ids = self.pool.find_prefix(hashes.digests[:num_full])
+        block_ids = self.pool.find_prefix(hashes.digests, num_full)
         if self._is_last_hit_dropped and block_ids:
             block_ids.pop()
-        num_unreferenced = sum(self.pool.num_refs(block_id) == 0 for block_id in block_ids)
+        num_unreferenced = self.pool.num_unreferenced(block_ids)
         return PrefixHit(block_ids, len(block_ids) * self.block_size, num_unreferenced)
 
     def blocks_to_admit(self, num_tokens: int, hit: PrefixHit) -> int:

@@ -174,7 +174,9 @@ class SchedulerCore:
                 finished=(),
             )
         self.state.now = now
-        flight = self.state.flights.popleft()
+        flight = self.state.flights[0]
+        assert result.step_id == flight.step_id, f"step {result.step_id} is not {flight.step_id}"
+        self.state.flights.popleft()
         output = self._update.run(flight, result)
         if self.state.stale:
             self.state.forget_drained()

@@ -66,6 +66,10 @@ class SchedulerState:
         """Queue a new request."""
         history = History(spec.request_id, self.step_id, now, len(self.queues))
         request = Request(spec, self.config.block_size, history)
+        if self.config.enable_prefix_caching:
+            # What the caller has not hashed ahead is hashed here rather than within a step.
+            num_full = len(request.token_ids) // self.config.block_size
+            request.block_hashes.extend(request.token_ids, num_full)
         self.requests[spec.key] = request
         self.queues.add(request)
         if spec.deadline is not None:

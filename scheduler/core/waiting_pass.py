@@ -86,6 +86,9 @@ class WaitingPass:
         self, batch: StepBatch, request: Request, queue: WaitingQueue, full: WaitReason | None
     ) -> bool:
         """Look at the head of a queue; False: it has to wait, and so has everybody behind it."""
+        if any(victim.key == request.key for victim in batch.victims):
+            # Who was displaced in this step stays out of it: nobody goes back and forth.
+            full = WaitReason.PREEMPTION
         fit = self._fit(batch, request) if full is None else _passed_over(request, full)
         if isinstance(fit, Fit):
             queue.pop()
@@ -99,12 +102,11 @@ class WaitingPass:
     def _displace_for(self, batch: StepBatch, request: Request, lack: PassedOver) -> bool:
         """Preempt the least urgent running request for a strictly more urgent waiting one.
 
-        False when nobody runs who is less urgent, or when all of them together would not do. Equal
-        priorities never displace each other, and who fell in this step stays out of it, so nobody
-        goes back and forth.
+        False when nobody runs who is less urgent, or when all of them together would not do.
+        Equal priorities never displace each other.
         """
         state = self._state
-        if not state.table.num_running or any(v.key == request.key for v in batch.victims):
+        if not state.table.num_running:
             return False
         position = state.least_urgent_position()
         victim = state.table.request(int(state.table.running_rows[position]))

@@ -9,7 +9,7 @@ import grpc.aio
 from headrace.service.errors import ServiceError, exhausted, invalid, not_found, unavailable
 from headrace.v1 import inference_pb2, scheduler_pb2, scheduler_pb2_grpc
 from scheduler.connection import RouterConnection
-from scheduler.outbox import NotTaken, OutboxClosedError, RouterTooSlowError
+from scheduler.outbox import NotTaken, OutboxClosedError
 from scheduler.pool import Pool
 from scheduler.rpc import wire
 from scheduler.switchboard import Switchboard
@@ -65,11 +65,15 @@ class SchedulerService(scheduler_pb2_grpc.SchedulerServicer):
         self._connections.add(connection)
         try:
             async with asyncio.TaskGroup() as tasks:
-                writer = tasks.create_task(_write_news(connection, context))
+                others = [
+                    tasks.create_task(_write_news(connection, context)),
+                    tasks.create_task(_fail_when_too_slow(connection)),
+                ]
                 _read(connection, hello)
                 async for message in messages:
                     _read(connection, message)
-                writer.cancel()
+                for task in others:
+                    task.cancel()
         except BaseExceptionGroup as group:
             raise _what_to_tell(group) from group
         finally:
@@ -105,12 +109,15 @@ async def _write_news(connection: RouterConnection, context: Context) -> None:
     try:
         while True:
             await context.write(wire.scheduler_message(await connection.take()))
-    except RouterTooSlowError:
-        raise exhausted(
-            "ROUTER_TOO_SLOW", "the router reads slower than its tokens come; they were dropped"
-        ) from None
     except OutboxClosedError:
         raise _drained() from None
+
+
+async def _fail_when_too_slow(connection: RouterConnection) -> None:
+    await connection.overflowed()
+    raise exhausted(
+        "ROUTER_TOO_SLOW", "the router reads slower than its tokens come; they were dropped"
+    )
 
 
 def _drained() -> ServiceError:

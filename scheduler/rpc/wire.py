@@ -16,8 +16,18 @@ from scheduler.pool import WorkerLoad
 from scheduler.requests import Submission
 from scheduler.worker import RowLogprobs, WorkerInfo, WorkerResult, WorkerRole, WorkerState
 
-_VALID_ID = re.compile(r"[A-Za-z0-9._:-]{1,128}")
+# One of several completions carries its number: "id#0".
+_VALID_ID = re.compile(r"[A-Za-z0-9._:-]{1,128}(#[0-9]{1,2})?")
 
+# What a worker must say of itself.
+_LIMITS = (
+    "max_model_len",
+    "block_size",
+    "num_kv_blocks",
+    "max_num_seqs",
+    "max_num_batched_tokens",
+    "vocab_size",
+)
 _ROLES = {
     common_pb2.WORKER_ROLE_UNSPECIFIED: WorkerRole.MIXED,
     common_pb2.WORKER_ROLE_MIXED: WorkerRole.MIXED,
@@ -195,7 +205,7 @@ def worker_result(message: gpuworker_pb2.StepResult) -> WorkerResult:
 
 def worker_info(message: common_pb2.Worker) -> WorkerInfo:
     """What a worker says of itself; ServiceError names the field that makes no sense."""
-    for name in ("block_size", "num_kv_blocks", "max_num_seqs", "max_num_batched_tokens"):
+    for name in _LIMITS:
         if not getattr(message, name):
             raise invalid(name, "must be at least 1")
     if not message.worker_id:

@@ -136,6 +136,44 @@ def test_draft_rows_share_a_batch_with_decodes_and_chunks(driver: Driver) -> Non
     assert len(driver.requests[2].output) == 1
 
 
+# Three tokens only, so that the output repeats itself.
+FEW_TOKENS = ((9, 100.0), (20, 100.0), (33, 100.0))
+
+
+@pytest.mark.parametrize(
+    "sampling",
+    [replace(GREEDY, logit_bias=FEW_TOKENS), replace(SAMPLED, logit_bias=FEW_TOKENS)],
+)
+def test_its_own_drafts_give_the_same_tokens_in_fewer_steps(
+    driver: Driver, checkpoint: Path, sampling: SamplingSettings
+) -> None:
+    prompt = prompts(1, seed=3)[0] * 2
+    driver.add(0, prompt, sampling)
+    expected = driver.finish(0, 60)
+
+    drafting = Driver(make_runner(checkpoint, num_spec_tokens=3))
+    request = drafting.add(4, prompt, sampling)
+    drafts: list[int] = []
+    scheduled, num_steps = len(prompt), 0
+    while len(request.output) < 60:
+        result = drafting.step({4: scheduled}, {4: drafts} if drafts else None)
+        drafts = result.draft_token_ids.tolist()
+        assert result.num_draft_tokens.tolist() == [len(drafts)]
+        assert len(drafts) <= 3
+        scheduled, num_steps = 1, num_steps + 1
+    assert request.output[:60] == expected
+    assert num_steps < 48
+
+
+def test_drafts_end_before_max_model_len(checkpoint: Path) -> None:
+    driver = Driver(make_runner(checkpoint, num_spec_tokens=4))
+    driver.add(0, [9, 8, 7] * 170)
+    driver.add(1, [5, 6])
+    result = driver.step({0: 510, 1: 1})
+    assert result.num_draft_tokens.tolist() == [0, 0]
+    assert result.num_sampled_tokens.tolist() == [1, 0]
+
+
 def test_penalties_see_accepted_drafts(driver: Driver) -> None:
     sampling = SamplingSettings(temperature=0.0, frequency_penalty=2.0, presence_penalty=2.0)
     prompt = prompts(1, seed=6)[0]

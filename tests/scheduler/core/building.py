@@ -94,6 +94,14 @@ class Driver:
             token_ids=np.array([i for ids in sampled for i in ids], dtype=np.int32),
         )
 
+    def propose(self, num_drafts: dict[str, int]) -> None:
+        """Attach drafts, all of token 7."""
+        keys = {request.request_id: key for key, request in self.core.state.requests.items()}
+        counts = np.array(list(num_drafts.values()), dtype=np.int32)
+        self.core.update_drafts(
+            [keys[name] for name in num_drafts], counts, np.full(counts.sum(), 7, np.int32)
+        )
+
     def scheduled(self, plan: StepPlan) -> dict[str, int]:
         """Tokens by request id, of a plan that is not answered yet or whose requests live on."""
         table = self.core.state.table

@@ -1,0 +1,121 @@
+"""What a GGUF file's key-value pairs say of a model, in the words of a config.json.
+
+GGUF leaves out what its readers know by heart of an architecture; those facts stand here.
+"""
+
+from collections.abc import Callable
+from typing import Any
+
+from gpuworker.models.errors import UnsupportedModelError, WeightError
+
+# Models whose attention scale is not that of their head_dim, by architecture and depth.
+_SCALED_BY_WIDTH = {("gemma2", 46), ("gemma3", 62)}
+_SMOLLM3_NO_ROPE_INTERVAL = 4
+
+
+class GgufMetadata:
+    """Typed access to a file's key-value pairs.
+
+    Raises:
+        UnsupportedModelError: an architecture that is not known here.
+    """
+
+    def __init__(self, values: dict[str, Any]) -> None:
+        self._values = values
+        self.architecture = str(self.value("general.architecture"))
+        if self.architecture not in _ARCHITECTURES:
+            raise UnsupportedModelError(
+                f"GGUF architecture {self.architecture!r} is not supported; supported are: "
+                + ", ".join(sorted(_ARCHITECTURES))
+            )
+
+    @property
+    def is_interleaved(self) -> bool:
+        """Whether query and key rows are in the order of interleaved rotation."""
+        return self.architecture in _INTERLEAVED
+
+    def as_hf(self) -> dict[str, Any]:
+        """The facts of a config.json; without what only the tensors tell."""
+        num_heads = int(self.model("attention.head_count"))
+        hidden_size = int(self.model("embedding_length"))
+        head_dim = int(self.model("attention.key_length", hidden_size // num_heads))
+        name, extra = _ARCHITECTURES[self.architecture]
+        return {
+            "architectures": [name],
+            "hidden_size": hidden_size,
+            "intermediate_size": int(self.model("feed_forward_length")),
+            "num_hidden_layers": int(self.model("block_count")),
+            "num_attention_heads": num_heads,
+            "num_key_value_heads": int(self.model("attention.head_count_kv", num_heads)),
+            "head_dim": head_dim,
+            "rms_norm_eps": float(self.model("attention.layer_norm_rms_epsilon")),
+            "max_position_embeddings": int(self.model("context_length")),
+            "original_max_position_embeddings": int(
+                self.model("rope.scaling.original_context_length", 0)
+            ),
+            "rope_theta": float(self.model("rope.freq_base", 10000.0)),
+            "partial_rotary_factor": self.model("rope.dimension_count", head_dim) / head_dim,
+            "rope_scaling": self._rope_scaling(),
+        } | extra(self)
+
+    def eos_token_ids(self) -> tuple[int, ...]:
+        """Ends of sequence and of turn, in this order, each once."""
+        keys = ("tokenizer.ggml.eos_token_id", "tokenizer.ggml.eot_token_id")
+        return tuple(dict.fromkeys(int(self._values[key]) for key in keys if key in self._values))
+
+    def model(self, key: str, default: Any = None) -> Any:
+        """A value under the architecture's name."""
+        return self.value(f"{self.architecture}.{key}", default)
+
+    def value(self, key: str, default: Any = None) -> Any:
+        """A value; WeightError when it is missing and there is no default."""
+        value = self._values.get(key, default)
+        if value is None:
+            raise WeightError(f"GGUF key {key!r} is missing")
+        return value
+
+    def _rope_scaling(self) -> dict[str, Any] | None:
+        if self.model("rope.scaling.type", "none") != "linear":
+            return None
+        return {"rope_type": "linear", "factor": float(self.model("rope.scaling.factor"))}
+
+
+def _nothing(_metadata: GgufMetadata) -> dict[str, Any]:
+    return {}
+
+
+def _smollm3(metadata: GgufMetadata) -> dict[str, Any]:
+    depth = int(metadata.model("block_count"))
+    return {"no_rope_layers": [(i + 1) % _SMOLLM3_NO_ROPE_INTERVAL != 0 for i in range(depth)]}
+
+
+def _gemma(metadata: GgufMetadata) -> dict[str, Any]:
+    num_heads = int(metadata.model("attention.head_count"))
+    width = int(metadata.model("embedding_length"))
+    key = (metadata.architecture, int(metadata.model("block_count")))
+    head_dim = int(metadata.model("attention.key_length", width // num_heads))
+    return {
+        "query_pre_attn_scalar": width // num_heads if key in _SCALED_BY_WIDTH else head_dim,
+        "sliding_window": int(metadata.model("attention.sliding_window", 4096)),
+        "hidden_act": "gelu_pytorch_tanh",
+    }
+
+
+def _gemma2(metadata: GgufMetadata) -> dict[str, Any]:
+    return _gemma(metadata) | {
+        "attn_logit_softcapping": float(metadata.model("attn_logit_softcapping", 50.0)),
+        "final_logit_softcapping": float(metadata.model("final_logit_softcapping", 30.0)),
+    }
+
+
+# GGUF architecture -> Hugging Face architecture, and facts beyond the common ones.
+_ARCHITECTURES: dict[str, tuple[str, Callable[[GgufMetadata], dict[str, Any]]]] = {
+    "llama": ("LlamaForCausalLM", _nothing),
+    "qwen2": ("Qwen2ForCausalLM", _nothing),
+    "qwen3": ("Qwen3ForCausalLM", _nothing),
+    "smollm3": ("SmolLM3ForCausalLM", _smollm3),
+    "phi3": ("Phi3ForCausalLM", _nothing),
+    "gemma2": ("Gemma2ForCausalLM", _gemma2),
+    "gemma3": ("Gemma3ForCausalLM", _gemma),
+}
+_INTERLEAVED = {"llama", "smollm3"}

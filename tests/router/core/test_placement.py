@@ -1,0 +1,180 @@
+"""Where requests go: ready workers with credit, and credit that a burst cannot overshoot."""
+
+from hypothesis import given
+from hypothesis import strategies as st
+
+from router.core.placement import Pool, WorkerReport, WorkerState
+
+NOW = 100.0
+
+
+def report(worker_id="a", **changes):
+    values = {
+        "worker_id": worker_id,
+        "incarnation": "1",
+        "model": "m",
+        "state": WorkerState.READY,
+        "max_model_len": 1000,
+        "block_size": 10,
+        "num_kv_blocks": 100,
+        "max_num_seqs": 4,
+        "vocab_size": 100,
+        "num_free_kv_blocks": 100,
+        "num_running": 0,
+        "num_waiting": 0,
+    }
+    return WorkerReport(**(values | changes))
+
+
+def pool_of(*reports, waiting_allowance=2, is_draining=False, scheduler="s"):
+    pool = Pool(waiting_allowance=waiting_allowance, max_report_age_s=5.0)
+    pool.report(scheduler, reports, is_draining=is_draining, now=NOW)
+    return pool
+
+
+def choose(pool, num_prompt_tokens=10, *, max_tokens=1, model="m", now=NOW):
+    return pool.choose(model, num_prompt_tokens=num_prompt_tokens, max_tokens=max_tokens, now=now)
+
+
+def send(pool, num_prompt_tokens=10):
+    """The worker chosen, with the request counted as sent."""
+    key = choose(pool, num_prompt_tokens)
+    if key is not None:
+        pool.sent(key, num_prompt_tokens)
+    return key
+
+
+def send_all(pool, num_prompt_tokens=10):
+    sent = []
+    while (key := send(pool, num_prompt_tokens)) is not None:
+        sent.append(key)
+    return sent
+
+
+def test_a_burst_inside_one_report_stops_at_the_slots_and_the_allowance():
+    assert len(send_all(pool_of(report()))) == 4 + 2
+
+
+def test_requests_of_other_routers_take_slots():
+    assert len(send_all(pool_of(report(num_running=3, num_waiting=1)))) == 2
+
+
+def test_our_own_requests_in_a_report_are_not_counted_twice():
+    pool = pool_of(report())
+    for _ in range(4):
+        pool.admitted(send(pool), 10)
+    pool.report("s", [report(num_running=4)], is_draining=False, now=NOW)
+    assert len(send_all(pool)) == 2
+
+
+def test_a_finished_request_gives_its_slot_back_before_the_next_report():
+    pool = pool_of(report())
+    sent = send_all(pool)
+    pool.report("s", [report(num_running=4, num_waiting=2)], is_draining=False, now=NOW)
+    assert send(pool) is None
+    pool.finished(sent[0], 10, was_admitted=False)
+    assert send(pool) == sent[0]
+
+
+def test_prompts_not_admitted_yet_hold_their_blocks_but_a_few_may_wait_for_some():
+    pool = pool_of(report(num_free_kv_blocks=10, max_num_seqs=50))
+    assert len(send_all(pool, 40)) == 2  # 4 blocks each; two may wait for blocks in any case
+    pool = pool_of(report(num_free_kv_blocks=20, max_num_seqs=50))
+    assert len(send_all(pool, 40)) == 5
+
+
+def test_admitted_prompts_hold_their_blocks_until_a_report_shows_them():
+    pool = pool_of(report(num_free_kv_blocks=20, max_num_seqs=50))
+    key = send(pool, 200)
+    pool.admitted(key, 200)
+    assert len(send_all(pool, 40)) == 2
+    pool.report("s", [report(num_free_kv_blocks=80, max_num_seqs=50)], is_draining=False, now=NOW)
+    assert len(send_all(pool, 40)) == 18
+
+
+def test_the_worker_with_the_smallest_share_taken_is_chosen():
+    pool = pool_of(report("a", max_num_seqs=4), report("b", max_num_seqs=8))
+    chosen = [send(pool).worker_id for _ in range(6)]
+    assert chosen == ["a", "b", "b", "a", "b", "b"]
+
+
+def test_of_equally_loaded_workers_the_one_with_more_free_blocks_is_chosen():
+    pool = pool_of(report("a", num_free_kv_blocks=50), report("b"))
+    assert choose(pool).worker_id == "b"
+
+
+def test_workers_that_cannot_hold_the_whole_request_are_left_out():
+    pool = pool_of(report("a", max_model_len=50), report("b", num_kv_blocks=5), report("c"))
+    assert choose(pool, 40, max_tokens=11).worker_id == "c"
+    assert choose(pool, 990, max_tokens=11) is None
+
+
+def test_only_ready_workers_of_the_model_are_chosen():
+    for state in (WorkerState.STARTING, WorkerState.DRAINING, WorkerState.LOST):
+        assert choose(pool_of(report(state=state))) is None
+    assert choose(pool_of(report()), model="other") is None
+    assert choose(pool_of(report(), is_draining=True)) is None
+
+
+def test_a_silent_schedulers_workers_are_left_out_in_time():
+    pool = pool_of(report())
+    assert choose(pool, now=NOW + 5.0) is not None
+    assert choose(pool, now=NOW + 5.1) is None
+    pool.report("s", [report()], is_draining=False, now=NOW + 6.0)
+    assert choose(pool, now=NOW + 6.0) is not None
+
+
+def test_a_restarted_worker_begins_with_all_its_credit():
+    pool = pool_of(report())
+    old = send_all(pool)
+    pool.report("s", [report(incarnation="2")], is_draining=False, now=NOW)
+    pool.finished(old[0], 10, was_admitted=False)
+    assert pool.num_in_flight() == 0
+    assert len(send_all(pool)) == 6
+
+
+def test_a_worker_that_refused_is_passed_over_until_its_next_report():
+    pool = pool_of(report())
+    pool.refused(choose(pool))
+    assert choose(pool) is None
+    pool.report("s", [report()], is_draining=False, now=NOW)
+    assert choose(pool) is not None
+
+
+def test_a_forgotten_scheduler_takes_its_workers_along():
+    pool = pool_of(report())
+    key = send(pool)
+    pool.forget("s")
+    pool.finished(key, 10, was_admitted=False)
+    assert (choose(pool), pool.reports(), pool.num_in_flight()) == (None, [], 0)
+
+
+moves = st.lists(
+    st.tuples(st.sampled_from(["send", "admit", "finish", "report"]), st.integers(1, 300)),
+    max_size=80,
+)
+
+
+@given(moves=moves)
+def test_credit_is_whole_again_when_all_is_done(moves):
+    pool = pool_of(report("a"), report("b", max_num_seqs=8))
+    live = []
+    for action, size in moves:
+        if action == "send" and (key := send(pool, size)) is not None:
+            live.append([key, size, False])
+        elif action == "admit" and live and not live[size % len(live)][2]:
+            live[size % len(live)][2] = True
+            pool.admitted(*live[size % len(live)][:2])
+        elif action == "finish" and live:
+            key, tokens, was_admitted = live.pop(size % len(live))
+            pool.finished(key, tokens, was_admitted=was_admitted)
+        elif action == "report":
+            again = [report("a"), report("b", max_num_seqs=8)]
+            pool.report("s", again, is_draining=False, now=NOW)
+        assert pool.num_in_flight() == len(live)
+    for key, tokens, was_admitted in live:
+        pool.finished(key, tokens, was_admitted=was_admitted)
+    workers = pool._schedulers["s"].workers.values()
+    assert [(w.num_in_flight, w.num_not_admitted, w.num_blocks_not_admitted) for w in workers] == [
+        (0, 0, 0)
+    ] * 2

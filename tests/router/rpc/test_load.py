@@ -1,0 +1,123 @@
+"""Many callers at once, slow ones among them."""
+
+import asyncio
+import random
+
+import grpc.aio
+import pytest
+
+from headrace.v1 import common_pb2
+from tests.router.fake_scheduler import FakeScheduler, Script, worker
+from tests.router.stack import running_stack
+from tests.router.tiny_models import byte_level_model
+
+TOKENIZER = byte_level_model().tokenizer
+
+
+def counts_up(submission):
+    """Every request has a text of its own."""
+    text = f"{submission.request_id} " * (submission.sampling.seed % 5 + 1)
+    return Script(TOKENIZER.encode(text, add_special_tokens=False).tolist())
+
+
+async def test_two_hundred_callers_each_get_their_own_whole_text(stack):
+    stack.scheduler.script = counts_up
+    stack.scheduler.set_workers(worker(max_num_seqs=32))
+    await stack.until(lambda: stack.router.pool.reports()[0].max_num_seqs == 32)
+
+    async def one(number):
+        text = await stack.text(request_id=f"r-{number}", sampling={"seed": number})
+        assert text == f"r-{number} " * (number % 5 + 1)
+
+    await asyncio.gather(*(one(number) for number in range(200)))
+    assert len(stack.scheduler.submissions) == 200
+
+
+async def test_no_more_are_sent_than_a_worker_has_credit_for(stack):
+    stack.scheduler.is_paced = False
+    stack.scheduler.set_workers(worker(max_num_seqs=16))
+    await stack.until(lambda: stack.router.pool.reports()[0].max_num_seqs == 16)
+    calls = [stack.generate(sampling={"max_tokens": 2}) for _ in range(60)]
+    await stack.until(lambda: stack.router.num_queued == 60 - 24)
+    assert len(stack.scheduler.live) == stack.router.num_in_flight == 24
+    while stack.router.num_live:
+        assert len(stack.scheduler.live) <= 24
+        stack.scheduler.step()
+        await asyncio.sleep(0.001)
+    for call in calls:
+        assert [m async for m in call][-1].usage.completion_tokens == 2
+
+
+async def test_a_caller_that_does_not_read_holds_up_nobody(stack):
+    num_tokens = 4_000_000  # more than gRPC itself buffers for a stream
+    stack.scheduler.script = lambda s: Script([65] * s.sampling.max_tokens)
+    stack.scheduler.tokens_per_step = num_tokens // 400
+    stack.scheduler.set_workers(worker(max_model_len=2 * num_tokens, num_kv_blocks=num_tokens))
+    await stack.until(lambda: stack.router.pool.reports()[0].num_kv_blocks == num_tokens)
+    slow = stack.generate(sampling={"max_tokens": num_tokens})
+    first = await slow.read()
+    for _ in range(20):
+        assert await stack.text(sampling={"max_tokens": 20}) == TOKENIZER.decode([65] * 20)
+    await stack.until(lambda: not stack.scheduler.live)
+    messages = [first, *await stack.rest(slow)]
+    assert sum(len(m.outputs[0].token_ids) for m in messages) == num_tokens
+    # What came while nothing could be written is in one large message.
+    assert len(messages) < 400
+    assert max(len(m.outputs[0].token_ids) for m in messages) > num_tokens // 400
+
+
+@pytest.mark.parametrize("seed", range(2))
+async def test_a_mixed_crowd_with_a_scheduler_that_comes_and_goes_leaves_nothing(seed):
+    chance = random.Random(seed)
+    first = FakeScheduler(script=counts_up, interval_s=0.001)
+    await first.start()
+    async with (
+        FakeScheduler(script=counts_up, interval_s=0.001) as second,
+        running_stack(schedulers=[first, second]) as stack,
+    ):
+        second.set_workers(worker(worker_id="worker-1"))
+        await stack.until(lambda: len(stack.router.pool.reports()) == 2)
+
+        async def one(number):
+            await asyncio.sleep(chance.random() * 0.5)
+            call = stack.generate(request_id=f"r-{number}", sampling={"seed": number})
+            if number % 5 == 0:
+                call.cancel()
+                return
+            messages = [m async for m in call]
+            assert messages[-1].outputs[-1].finish_reason == common_pb2.FINISH_REASON_LENGTH
+            text = "".join(o.text for m in messages for o in m.outputs)
+            assert text == f"r-{number} " * (number % 5 + 1)
+
+        async def shake():
+            address = first.address
+            for _ in range(3):
+                await asyncio.sleep(0.1)
+                await first.stop()
+                await asyncio.sleep(0.05)
+                await first.start(address)
+
+        await asyncio.gather(shake(), *(one(number) for number in range(120)))
+        await stack.until(lambda: stack.is_empty)
+        await stack.until(lambda: not second.live and not first.live)
+    await first.stop()
+
+
+async def test_errors_of_one_do_not_reach_its_neighbours(stack):
+    stack.scheduler.script = lambda s: Script(
+        [65] * 5,
+        reason=common_pb2.FINISH_REASON_ERROR
+        if s.request_id.startswith("bad")
+        else common_pb2.FINISH_REASON_LENGTH,
+    )
+
+    async def one(request_id):
+        try:
+            return await stack.text(request_id=request_id)
+        except grpc.aio.AioRpcError as error:
+            return error.code()
+
+    names = [f"{kind}-{i}" for i in range(20) for kind in ("bad", "good")]
+    results = await asyncio.gather(*(one(name) for name in names))
+    assert set(results[0::2]) == {grpc.StatusCode.INTERNAL}
+    assert set(results[1::2]) == {TOKENIZER.decode([65] * 5)}

@@ -1,0 +1,166 @@
+"""All services, the real model and the real store, used by the command as a user does."""
+
+import json
+import os
+import re
+import signal
+import subprocess
+import sys
+import time
+from pathlib import Path
+
+import psutil
+import pytest
+
+from tests.headrace.otlp_receiver import OtlpReceiver
+
+pytestmark = [pytest.mark.system, pytest.mark.model, pytest.mark.timeout(300)]
+
+HEADRACE = [sys.executable, "-m", "headrace"]
+MODEL = "smollm2-135m-instruct"
+
+
+def headrace(*arguments, server=None, **options):
+    where = ["--server", server] if server else []
+    pipes = {"capture_output": True, "text": True, "timeout": 240}
+    return subprocess.run([*HEADRACE, *arguments, *where], check=False, **(pipes | options))
+
+
+def start(*arguments, **options):
+    pipes = {"stdout": subprocess.PIPE, "stderr": subprocess.PIPE, "text": True}
+    return subprocess.Popen([*HEADRACE, *arguments], **(pipes | options))
+
+
+def until(condition, timeout_s=60):
+    end = time.monotonic() + timeout_s
+    while not (found := condition()):
+        assert time.monotonic() < end, "it never came true"
+        time.sleep(0.1)
+    return found
+
+
+@pytest.fixture(scope="module")
+def receiver():
+    receiver = OtlpReceiver()
+    yield receiver
+    receiver.stop()
+
+
+@pytest.fixture(scope="module")
+def server(model_path, receiver):
+    """Address of a whole Headrace on a small KV pool; afterwards, nothing of it is left."""
+    process = start(
+        *("serve", "--port", "0", "--num-kv-blocks", "64", "--max-model-len", "512"),
+        *("--otlp-endpoint", receiver.endpoint),
+        env=os.environ | {"OTEL_BSP_SCHEDULE_DELAY": "100"},
+    )
+    said = ""
+    while "Ctrl-C stops it" not in said:
+        line = process.stdout.readline()
+        assert line, process.stderr.read()
+        said += line
+    children = psutil.Process(process.pid).children(recursive=True)
+    yield re.search(r"Serving \S+ at (\S+)", said)[1]
+    process.terminate()
+    _, errors = process.communicate(timeout=60)
+    assert process.returncode == 0, errors
+    assert "Traceback" not in errors
+    assert not [child for child in children if child.is_running()]
+
+
+def test_a_prompt_is_completed(server):
+    done = headrace(
+        *("generate", "The capital of France is", "--temperature", "0", "--max-tokens", "2"),
+        server=server,
+    )
+    assert (done.returncode, done.stdout, done.stderr) == (0, " Paris.\n", "")
+
+
+def test_several_completions_come_together(server):
+    done = headrace("generate", "Hello", "-n", "2", "--max-tokens", "2", "--json", server=server)
+    assert done.returncode == 0, done.stderr
+    outputs = json.loads(done.stdout)["outputs"]
+    assert [len(output["token_ids"]) for output in outputs] == [2, 2]
+
+
+def test_status_and_explain_tell_how_a_request_ended(server):
+    name = f"told-{os.getpid()}"
+    options = ("--max-tokens", "2", "--request-id", name)
+    assert headrace("generate", "Hello", *options, server=server).returncode == 0
+
+    def state():
+        record = headrace("status", name, "--json", server=server)
+        return record.returncode == 0 and json.loads(record.stdout)
+
+    record = until(lambda: (r := state()) and r["state"] == "LENGTH_CAPPED" and r)
+    assert (record["model"], record["completion_tokens"]) == (MODEL, 2)
+    kinds = json.loads(headrace("explain", name, "--json", server=server).stdout)["events"]
+    assert [kinds[0]["kind"], kinds[-1]["kind"]] == ["ADDED", "FINISHED"]
+
+
+@pytest.mark.parametrize("number", [signal.SIGINT, signal.SIGKILL])
+def test_a_client_that_leaves_frees_its_blocks(server, number):
+    process = start("generate", "Once upon a time", "--max-tokens", "400", "--server", server)
+    assert process.stdout.read(1)
+    process.send_signal(number)
+    process.communicate(timeout=30)
+
+    def load():
+        pool = json.loads(headrace("pool", "--json", server=server).stdout)
+        worker = pool["workers"][0]
+        is_free = worker["num_free_kv_blocks"] == worker["num_kv_blocks"]
+        return worker["num_running"] == pool["num_in_flight"] == 0 and is_free
+
+    until(load)
+
+
+def test_a_request_that_can_never_fit_is_refused_and_says_why(server):
+    done = headrace("generate", "word " * 2000, server=server)
+    assert done.returncode == 1
+    assert "Traceback" not in done.stderr
+    assert done.stderr.count("\n") == 1
+
+
+def test_one_trace_from_the_command_to_the_workers_step(server, receiver):
+    environment = os.environ | {"OTEL_EXPORTER_OTLP_ENDPOINT": receiver.endpoint}
+    prompt = ("generate", "--chat", "Hi", "--max-tokens", "2")
+    assert headrace(*prompt, server=server, env=environment).returncode == 0
+
+    def chain():
+        by_id = {span.span_id: span for span in receiver.spans}
+        for span in receiver.spans:
+            path = [span]
+            while path[-1].parent_id in by_id:
+                path.append(by_id[path[-1].parent_id])
+            services = [s.service.removeprefix("headrace-") for s in path]
+            if services[0] == "gpuworker" and services[-1] == "cli":
+                return path
+        return None
+
+    path = until(chain)
+    assert len({span.trace_id for span in path}) == 1
+    names = [span.name for span in path]
+    assert f"chat {MODEL}" in names
+    assert names[-1] == "headrace.v1.Inference/Generate"
+
+
+def test_the_demo_answers_and_leaves_nothing(model_path):
+    before = {p.pid for p in psutil.process_iter()}
+    done = headrace("demo", "--prompt", "Why is the sky blue?", "--max-tokens", "4")
+    assert done.returncode == 0, done.stderr
+    question, answer, figures = done.stdout.strip().split("\n\n")
+    assert question == "> Why is the sky blue?"
+    assert answer
+    assert re.fullmatch(r"4 tokens in .* TTFT .* TPOT .* tokens/s", figures)
+    ours = [p for p in psutil.process_iter() if p.pid not in before and _is_a_service(p)]
+    assert not ours
+
+
+def _is_a_service(process):
+    """Whether it was started from this folder's services by somebody who is gone."""
+    try:
+        words = process.cmdline()
+        is_service = bool({"gpuworker", "scheduler", "router"} & set(words[:5]))
+        return is_service and process.ppid() == 1 and Path(process.cwd()) == Path.cwd()
+    except psutil.Error:
+        return False
