@@ -80,7 +80,7 @@ class StepBatch:
         """Schedule running rows all at once, num_tokens in sum."""
         self.vector = columns
         self.budget -= num_tokens
-        self.has_drafts = columns.num_drafts is not None
+        self.has_drafts |= columns.num_drafts is not None
 
     def add(
         self, row: int, num_computed: int, num_scheduled: int, goal: int, num_drafts: int
@@ -125,10 +125,9 @@ class StepBatch:
         if not self.rows:
             return self.vector or NOBODY_SCHEDULED
         table = np.array(self.rows, dtype=np.int32).T
-        walked = BatchColumns(table[0].astype(np.intp), table[1], table[2], table[3], table[4])
-        if self.vector is None:
-            return walked
-        return _joined(self.vector, walked)
+        num_drafts = table[4] if self.has_drafts else None
+        walked = BatchColumns(table[0].astype(np.intp), table[1], table[2], table[3], num_drafts)
+        return walked if self.vector is None else _joined(self.vector, walked)
 
     def _flatten(self) -> None:
         vector = self.vector
@@ -143,16 +142,16 @@ class StepBatch:
 
 
 def _joined(first: BatchColumns, second: BatchColumns) -> BatchColumns:
-    drafts = None
+    num_drafts = None
     if second.num_drafts is not None:
-        zeros = np.zeros(len(first.rows), np.int32)
-        drafts = np.concatenate(
-            (zeros if first.num_drafts is None else first.num_drafts, second.num_drafts)
+        no_drafts = np.zeros(len(first.rows), np.int32)
+        num_drafts = np.concatenate(
+            (no_drafts if first.num_drafts is None else first.num_drafts, second.num_drafts)
         )
     return BatchColumns(
         np.concatenate((first.rows, second.rows)),
         np.concatenate((first.num_computed, second.num_computed)),
         np.concatenate((first.num_scheduled, second.num_scheduled)),
         np.concatenate((first.goals, second.goals)),
-        drafts,
+        num_drafts,
     )
