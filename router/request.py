@@ -16,6 +16,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from headrace.service.errors import ServiceError
+from router.core.fairness import Account
 from router.core.placement import WorkerKey
 from router.text.completion import CompletionText
 
@@ -147,6 +148,7 @@ class Request:
     arrived_unix_s: float
     timeline: Timeline
     number: int
+    account: Account
     deadline: float | None = None
     completions: list[Completion] = field(default_factory=list)
     error: ServiceError | None = None

@@ -205,13 +205,12 @@ class Pool:
             for scheduler in self._schedulers.values()
             if not scheduler.is_draining and scheduler.reported_at >= oldest
             for worker in scheduler.workers.values()
-            if worker.report.model == model
-            and worker.report.state is WorkerState.READY
-            and not worker.is_refusing
+            if worker.report.model == model and worker.report.state is WorkerState.READY
         ]
 
     def _has_credit(self, worker: _Worker, num_tokens: int) -> bool:
-        if worker.num_taken >= worker.report.max_num_seqs + self._waiting_allowance:
+        limit = worker.report.max_num_seqs + self._waiting_allowance
+        if worker.is_refusing or worker.num_taken >= limit:
             return False
         return (
             worker.num_blocks(num_tokens) <= worker.num_free_blocks
