@@ -88,7 +88,7 @@ def test_tokens_behind_a_stop_are_dropped(make_core: MakeCore, num_requests: int
     driver.add(*(new_request(key, 4, eos_token_ids=(2,)) for key in range(num_requests)))
     driver.step()
     driver.propose(dict.fromkeys(names, 3))
-    output = driver.update(driver.schedule(), dict.fromkeys(names, [5, 2, 6]))
+    output = driver.update(driver.schedule(), {name: [5, 2, 6] for name in names})
     assert output.num_new_tokens.tolist() == [2] * num_requests
     assert output.token_ids.tolist() == [5, 2] * num_requests
     assert len(output.finished) == num_requests
