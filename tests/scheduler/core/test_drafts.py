@@ -166,3 +166,23 @@ def test_output_from_before_a_cache_reset_is_dropped(make_core: MakeCore) -> Non
     )
     assert core.update(result, 0.0).keys.tolist() == []
     assert driver.update(second).keys.tolist() == [0]
+
+
+def test_output_to_be_dropped_stays_so_when_its_request_falls_again(make_core: MakeCore) -> None:
+    """Its tokens were sampled anew meanwhile: delivering them would give them twice."""
+    core = make_core(pipeline_depth=3, num_gpu_blocks=3, enable_prefix_caching=False)
+    driver = Driver(core)
+    driver.add(new_request(0, 15), new_request(1, 15))
+    first = driver.schedule()
+    driver.schedule()
+    core.reset_prefix_cache(reset_running=True)
+    for _ in range(2):
+        driver.schedule()
+    assert [victim.request_id for victim in driver.schedule().facts.victims] == ["r1"]
+    result = StepResult(
+        step_id=first.step_id,
+        num_sampled_tokens=np.array([1, 1], np.int32),
+        token_ids=np.array([5, 6], np.int32),
+    )
+    assert core.update(result, 0.0).keys.tolist() == []
+    assert core.output_token_ids(1).tolist() == []
