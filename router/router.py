@@ -29,6 +29,7 @@ from router.request import (
     Request,
     Spec,
     Timeline,
+    Waker,
 )
 from router.rules import Rules
 from router.status_log import StatusLog
@@ -88,6 +89,7 @@ class Router:
         self._reservations: dict[str, Reservation] = {}
         self._requests: dict[int, Request] = {}
         self._deadlines = Deadlines()
+        self._waker = Waker()
         self._owner_by_ended_id: OrderedDict[str, str] = OrderedDict()
         self._num_preparing = 0
         self._last_key = 0
@@ -181,6 +183,7 @@ class Router:
             timeline=Timeline(arrived=now),
             number=self._next_key(),
             account=self._shares.account(spec.tenant),
+            waker=self._waker,
             prefix=prefix_of(prompt_token_ids, spec.cache_salt),
             deadline=deadline,
         )
