@@ -254,7 +254,8 @@ class Router:
             self._deadline_added.clear()
             wait_s = self.expire()
             with contextlib.suppress(TimeoutError):
-                await asyncio.wait_for(self._deadline_added.wait(), wait_s)
+                async with asyncio.timeout(wait_s):
+                    await self._deadline_added.wait()
 
     async def wait_idle(self) -> None:
         """Return once no caller is being answered."""
