@@ -154,6 +154,19 @@ def test_nobody_is_displaced_when_that_would_not_be_enough(make_core: MakeCore) 
     assert plan.facts.passed_over[0].reason is WaitReason.BLOCKS
 
 
+def test_no_slot_is_taken_for_a_request_that_lacks_blocks_all_the_same(
+    make_core: MakeCore,
+) -> None:
+    """r0's slot and block would be free, but r1, as urgent as r2, holds most blocks."""
+    driver = make_driver(make_core, priority_preemption=True, num_gpu_blocks=7, max_num_seqs=2)
+    driver.add(new_request(0, 10, priority=5), new_request(1, 60, priority=0))
+    driver.step()
+    driver.add(new_request(2, 40, priority=0))
+    plan = driver.step()
+    assert not plan.facts.victims
+    assert plan.facts.passed_over[0].reason is WaitReason.SEQUENCE_SLOTS
+
+
 def test_the_flag_changes_nothing_under_fcfs(make_core: MakeCore) -> None:
     driver = Driver(make_core(priority_preemption=True, max_num_seqs=1))
     driver.add(new_request(0, priority=5))
