@@ -169,8 +169,8 @@ class Dispatcher:
         completion = self._in_flight.get(refusal.handle)
         if completion is None:
             return
-        if completion.worker is not None:
-            self.pool.refused(completion.worker)
+        if completion.sent is not None:
+            self.pool.refused(completion.sent.worker)
         if outcomes.is_worth_retrying(refusal) and completion.num_dispatches < _MAX_DISPATCHES:
             self._take_back(completion)
         else:
@@ -189,6 +189,7 @@ class Dispatcher:
                 num_prompt_tokens=completion.num_tokens,
                 max_tokens=request.max_tokens - len(completion.token_ids),
                 now=now,
+                prefix=request.prefix,
             )
             if worker is None:
                 break
@@ -203,13 +204,11 @@ class Dispatcher:
             # What is lost with a scheduler and computed again is not the tenant's to pay.
             completion.request.account.charge_prompt(completion.num_tokens)
         completion.handle = self._next_handle()
-        completion.worker = worker
         completion.link = self._links[worker.scheduler]
         completion.num_dispatches += 1
-        completion.num_sent_tokens = completion.num_tokens
         completion.is_admitted = False
         self._in_flight[completion.handle] = completion
-        self.pool.sent(worker, completion.num_sent_tokens)
+        completion.sent = self.pool.send(worker, completion.num_tokens, completion.request.prefix)
         completion.link.submit(completion)
         self._status.dispatched(completion)
 
@@ -222,18 +221,16 @@ class Dispatcher:
     def _land(self, completion: Completion) -> None:
         """No longer in flight; its credit is free again."""
         del self._in_flight[completion.handle]
-        assert completion.worker is not None, "what is in flight has a worker"
-        self.pool.finished(
-            completion.worker, completion.num_sent_tokens, was_admitted=completion.is_admitted
-        )
+        assert completion.sent is not None, "what is in flight was sent"
+        self.pool.finished(completion.sent, was_admitted=completion.is_admitted)
 
     def _on_admission(self, handle: int, num_cached_tokens: int, time_unix_s: float) -> None:
         completion = self._in_flight.get(handle)
         if completion is None or completion.is_admitted:
             return
-        assert completion.worker is not None, "what is in flight has a worker"
+        assert completion.sent is not None, "what is in flight was sent"
         completion.is_admitted = True
-        self.pool.admitted(completion.worker, completion.num_sent_tokens)
+        self.pool.admitted(completion.sent, num_cached_tokens)
         timeline = completion.request.timeline
         if timeline.admitted is None:
             # The scheduler's clock may differ from ours; never before arrival, never ahead.

@@ -19,6 +19,7 @@ from router.core.fairness import FairShare
 from router.core.global_queue import GlobalQueue
 from router.core.permits import Permits
 from router.core.placement import Pool
+from router.core.prefix_index import prefix_of
 from router.dispatcher import Dispatcher
 from router.request import (
     Completion,
@@ -180,6 +181,7 @@ class Router:
             timeline=Timeline(arrived=now),
             number=self._next_key(),
             account=self._shares.account(spec.tenant),
+            prefix=prefix_of(prompt_token_ids, spec.cache_salt),
             deadline=deadline,
         )
         self._permits.spend_tokens(spec.tenant, spec.n * len(prompt_token_ids), now)

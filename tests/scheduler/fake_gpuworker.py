@@ -271,10 +271,15 @@ class FakeGpuWorker(gpuworker_pb2_grpc.GpuWorkerServicer):
                 await asyncio.sleep(self.pace_s)
             yield result
 
+    @property
+    def is_held(self) -> bool:
+        """Whether a step is held up and no other is allowed."""
+        return self._num_held > 0 and self._num_allowed == 0
+
     async def held(self) -> None:
-        """Wait until a step is held up and no other is allowed."""
+        """Wait until it is held."""
         async with self.changed:
-            await self.changed.wait_for(lambda: self._num_held > 0 and self._num_allowed == 0)
+            await self.changed.wait_for(lambda: self.is_held)
 
     async def _begin_step(self) -> None:
         async with self.changed:
