@@ -143,6 +143,25 @@ def test_who_was_displaced_does_not_come_back_in_the_same_step(make_core: MakeCo
     assert [one.request_id for one in driver.step().admissions] == ["r1"]
 
 
+def test_who_was_displaced_stays_out_though_a_first_chunk_would_fit(make_core: MakeCore) -> None:
+    driver = make_driver(
+        make_core,
+        priority_preemption=True,
+        num_gpu_blocks=6,
+        reserve_full_sequence=False,
+        long_prefill_token_threshold=16,
+    )
+    driver.add(new_request(0, 64, priority=5))
+    driver.steps(5)
+    assert driver.core.num_free_blocks == 0
+    driver.add(new_request(1, 40, priority=0))
+    plan = driver.step()
+    assert plan.preempted_keys == (0,)
+    assert driver.scheduled(plan) == {"r1": 16}
+    assert driver.core.num_free_blocks == 4
+    assert [fact.reason for fact in plan.facts.passed_over] == [WaitReason.PREEMPTION]
+
+
 def test_nobody_is_displaced_when_that_would_not_be_enough(make_core: MakeCore) -> None:
     """r1 holds most blocks and is as urgent as r2: r0's one block would not help."""
     driver = make_driver(make_core, priority_preemption=True, num_gpu_blocks=7)
