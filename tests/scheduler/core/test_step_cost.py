@@ -10,16 +10,16 @@ STEPS = 80
 
 def test_columns_are_several_times_cheaper_than_request_by_request() -> None:
     workload = decodes(256, 200, None)
-    columns, plain = medians_us([Bench(workload, None), Bench(workload, WALK_EVERYTHING)], STEPS)
+    columns, plain = medians_us([Bench(workload), Bench(workload, WALK_EVERYTHING)], STEPS)
     assert plain > 4 * columns, f"columns {columns:.0f} us, plain {plain:.0f} us"
 
 
 def test_four_times_the_decodes_cost_less_than_four_times_as_much() -> None:
-    few, many = medians_us([Bench(decodes(count, 200, None), None) for count in (256, 1024)], STEPS)
+    few, many = medians_us([Bench(decodes(count, 200, None)) for count in (256, 1024)], STEPS)
     assert many < 4 * few, f"256: {few:.0f} us, 1024: {many:.0f} us"
 
 
 def test_a_chunk_beside_the_decodes_costs_less_than_the_decodes_again() -> None:
     workloads = (decodes(256, 200, None), mixed(256, 512, 200, None))
-    alone, beside = medians_us([Bench(workload, None) for workload in workloads], STEPS)
+    alone, beside = medians_us([Bench(workload) for workload in workloads], STEPS)
     assert beside < 3 * alone, f"alone {alone:.0f} us, with a chunk {beside:.0f} us"
