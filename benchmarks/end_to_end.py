@@ -4,6 +4,7 @@ import asyncio
 import json
 import os
 from pathlib import Path
+from typing import Any
 
 import click
 
@@ -18,10 +19,17 @@ SAMPLE = Path(__file__).parent / "data" / "sample_conversations.jsonl"
 
 def loads(max_s: float) -> list[Load]:
     """A closed loop, an open loop and a trace, each for at most max_s seconds."""
+    # Seeds differ: a prompt that came before would lie in the prefix cache.
+    shape: dict[str, Any] = {
+        "prompt_tokens": 64,
+        "output_tokens": 32,
+        "max_requests": 32,
+        "max_s": max_s,
+    }
     return [
-        load_of(clients=4, prompt_tokens=64, output_tokens=32, max_requests=32, max_s=max_s),
-        load_of(rate=1.0, prompt_tokens=64, output_tokens=32, max_requests=32, max_s=max_s),
-        load_of(trace=SAMPLE, max_requests=32, max_s=max_s),
+        load_of(clients=4, seed=1, **shape),
+        load_of(rate=1.0, seed=2, **shape),
+        load_of(trace=SAMPLE, seed=3, max_requests=32, max_s=max_s),
     ]
 
 

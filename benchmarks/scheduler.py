@@ -187,7 +187,7 @@ def median_us(workload: Workload, steps: int, max_walked_rows: int | None) -> fl
 def main() -> None:
     """Print the table."""
     parser = argparse.ArgumentParser(description=__doc__)
-    parser.add_argument("--steps", type=int, default=400)
+    parser.add_argument("--steps", type=int, default=200)
     parser.add_argument("names", nargs="*", help="only workloads whose name contains one of these")
     options = parser.parse_args()
     print(

@@ -48,3 +48,7 @@ class WorkerSettings(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
     num_spec_tokens: Annotated[
         int, help_text("Drafts by prompt lookup for each request and step; 0 is off.")
     ] = 0
+    attention: Annotated[
+        Literal["auto", "native", "torch"],
+        help_text("auto compiles a kernel for this CPU where it can; torch needs no compiler."),
+    ] = "auto"

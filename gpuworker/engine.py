@@ -1,5 +1,6 @@
 """Puts a worker's model together: weights, KV pool, attention, rows."""
 
+import logging
 import time
 from dataclasses import dataclass
 from pathlib import Path
@@ -8,12 +9,17 @@ import torch
 
 from gpuworker import kv_pool
 from gpuworker.attention.cpu import TorchAttention
+from gpuworker.attention.interface import AttentionBackend, KvShape
+from gpuworker.attention.native import NativeAttention
+from gpuworker.attention.native_library import NativeUnavailableError
 from gpuworker.config import WorkerSettings
 from gpuworker.core.input_batch import BatchLimits
 from gpuworker.models.config import ModelConfig
 from gpuworker.models.loader import Progress, load_decoder, with_max_model_len
 from gpuworker.models.source import open_source
 from gpuworker.runner import ModelRunner
+
+logger = logging.getLogger(__name__)
 
 _DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16, "float16": torch.float16}
 
@@ -47,7 +53,7 @@ def load_engine(settings: WorkerSettings, model: Path, progress: Progress) -> En
     limits = _limits(settings, source.config, source.eos_token_ids, (device, dtype))
     kv = kv_pool.allocate(source.config, limits.num_kv_blocks, limits.block_size, dtype, device)
     shape = kv_pool.kv_shape(source.config, limits.num_kv_blocks, limits.block_size)
-    attention = TorchAttention(shape, source.config.attention.num_heads, device)
+    attention = attention_backend(settings.attention, shape, source.config, (device, dtype))
     runner = ModelRunner(
         decoder, attention, kv, limits, time.perf_counter, settings.num_spec_tokens
     )
@@ -71,6 +77,28 @@ def _dtype(name: str, device: torch.device) -> torch.dtype:
     if name != "auto":
         return _DTYPES[name]
     return torch.float32 if device.type == "cpu" else torch.bfloat16
+
+
+def attention_backend(
+    name: str, shape: KvShape, config: ModelConfig, place: tuple[torch.device, torch.dtype]
+) -> AttentionBackend:
+    """The backend of that name, or for "auto" the best there is.
+
+    Raises:
+        ValueError: the one asked for cannot run here.
+    """
+    device, dtype = place
+    num_heads = config.attention.num_heads
+    if name != "torch" and device.type == "cpu":
+        try:
+            return NativeAttention(shape, num_heads, dtype)
+        except NativeUnavailableError as error:
+            if name == "native":
+                raise ValueError(f"attention native: {error}") from error
+            logger.warning("attention by torch, which is slower: %s", error)
+    elif name == "native":
+        raise ValueError("attention native: is for CPUs")
+    return TorchAttention(shape, num_heads, device)
 
 
 def _limits(

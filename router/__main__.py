@@ -22,14 +22,13 @@ from headrace.service.process import ProcessConfig, run, write_address
 from headrace.service.serving import GrpcServer, ServingConfig, wait_for_signal
 from headrace.status.states import Writer
 from headrace.status.store import StatusStore
-from router.config import RouterConfig
-from router.core.admission import Limits
-from router.core.global_queue import GlobalQueue
+from router.config import RouterConfig, TenantConfig, TenantsConfig, rules_of
 from router.core.placement import Pool
 from router.prompts import PromptReader
 from router.router import Router
 from router.rpc.inference import FULL_NAME, InferenceServicer, Services
 from router.rpc.scheduler_client import SchedulerClient
+from router.rules import Rules
 from router.status_log import StatusLog
 from router.text.errors import ChatTemplateError, UnsupportedTokenizerError
 from router.text.tokenizer import ModelText, load_model_text
@@ -42,6 +41,7 @@ _CLOSE_STREAMS_S = 2.0
 # Section of the file and the environment, and what its flags begin with.
 _SECTIONS: dict[str, tuple[type[Any], str]] = {
     "router": (RouterConfig, ""),
+    "tenant": (TenantConfig, "tenant"),
     "serving": (ServingConfig, ""),
     "channel": (ChannelConfig, "scheduler"),
     "process": (ProcessConfig, ""),
@@ -51,6 +51,7 @@ _SECTIONS: dict[str, tuple[type[Any], str]] = {
 @click.command(context_settings={"max_content_width": 100})
 @click.option("--config", "config_file", type=click.Path(path_type=Path), help="TOML file.")
 @config.flags(RouterConfig)
+@config.flags(TenantConfig, prefix="tenant")
 @config.flags(ServingConfig)
 @config.flags(ChannelConfig, prefix="scheduler")
 @config.flags(ProcessConfig)
@@ -66,16 +67,22 @@ def main(config_file: Path | None, **arguments: Any) -> None:
         )
         for section, (struct, prefix) in _SECTIONS.items()
     }
+    tenants = config.load(TenantsConfig, section="tenants", file=config_file)
+    rules = rules_of(settings["router"], settings.pop("tenant"), tenants)
     router = settings["router"]
     if not router.scheduler:
         raise config.ConfigError("give at least one --scheduler HOST:PORT")
     if not router.model:
         raise config.ConfigError("give --model, where the tokenizer is")
-    run("router", settings["process"], serve(**settings))
+    run("router", settings["process"], serve(**settings, rules=rules))
 
 
 async def serve(
-    router: RouterConfig, serving: ServingConfig, channel: ChannelConfig, process: ProcessConfig
+    router: RouterConfig,
+    serving: ServingConfig,
+    channel: ChannelConfig,
+    process: ProcessConfig,
+    rules: Rules,
 ) -> None:
     """Serve until SIGTERM or SIGINT, then let what is live finish, and stop."""
     router_id = router.router_id or platform.node()
@@ -87,7 +94,7 @@ async def serve(
         channels = {address: open_channel(address, channel) for address in router.scheduler}
         for opened in channels.values():
             stack.push_async_callback(opened.close)
-        live = build_router(router, store, router_id)
+        live = build_router(router, rules, store, router_id)
         schedulers = [
             SchedulerClient(address, opened, live, router_id=router_id)
             for address, opened in channels.items()
@@ -120,15 +127,16 @@ async def serve(
     traces.shutdown()
 
 
-def build_router(settings: RouterConfig, store: StatusStore, router_id: str) -> Router:
+def build_router(
+    settings: RouterConfig, rules: Rules, store: StatusStore, router_id: str
+) -> Router:
     """The router's state, empty."""
     return Router(
         Pool(
             waiting_allowance=settings.waiting_allowance,
             max_report_age_s=settings.max_report_age_s,
         ),
-        GlobalQueue(settings.policy),
-        Limits(settings.max_queued_requests, settings.max_queued_tokens),
+        rules,
         StatusLog(store, router_id, wall_clock=time.time),
     )
 

@@ -5,7 +5,9 @@ from typing import Annotated
 import msgspec
 
 from headrace.service.config import help_text
+from router.core.admission import Limits, TenantLimits
 from router.core.global_queue import Policy
+from router.rules import Rules
 
 
 class RouterConfig(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
@@ -24,13 +26,24 @@ class RouterConfig(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
     store_url: Annotated[
         str, help_text("Status store: redis://, rediss:// or unix://; empty keeps no status.")
     ] = ""
-    policy: Annotated[Policy, help_text("Order of waiting requests.")] = "fcfs"
+    policy: Annotated[Policy, help_text("Order of waiting requests; fair is between tenants.")] = (
+        "fair"
+    )
+    priority_aging_s: Annotated[
+        float, help_text("Seconds of waiting that one priority is worth; 0: priority is strict.")
+    ] = 60.0
+    max_live_requests: Annotated[
+        int, help_text("Requests answered at once, waiting or running; more are refused.")
+    ] = 16_384
     max_queued_requests: Annotated[
         int, help_text("Completions that may wait here, at most; more are refused.")
     ] = 4096
     max_queued_tokens: Annotated[
         int, help_text("Prompt tokens that may wait here, at most; more are refused.")
     ] = 8_000_000
+    max_unread_tokens: Annotated[
+        int, help_text("A stream whose client leaves more tokens unread is ended.")
+    ] = 65_536
     max_prompt_bytes: Annotated[int, help_text("Largest prompt taken, in bytes of text.")] = (
         4 * 1024 * 1024
     )
@@ -40,3 +53,44 @@ class RouterConfig(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
     max_report_age_s: Annotated[
         float, help_text("A scheduler that is silent for this long gets no new requests.")
     ] = 5.0
+
+
+class TenantConfig(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
+    """What each tenant may have; 0 is no limit."""
+
+    weight: Annotated[float, help_text("Share of a tenant beside others that wait.")] = 1.0
+    max_live_requests: Annotated[int, help_text("Requests of a tenant answered at once.")] = 0
+    max_queued_requests: Annotated[int, help_text("Completions of a tenant that may wait.")] = 0
+    max_queued_tokens: Annotated[int, help_text("Prompt tokens of a tenant that may wait.")] = 0
+    requests_per_minute: Annotated[float, help_text("Requests that a tenant may send.")] = 0.0
+    tokens_per_minute: Annotated[
+        float, help_text("Prompt and output tokens that a tenant may use.")
+    ] = 0.0
+
+    def __post_init__(self) -> None:
+        if self.weight <= 0:
+            raise ValueError("weight must be above 0")
+
+    def limits(self) -> TenantLimits:
+        """The same for the core."""
+        return TenantLimits(**msgspec.structs.asdict(self))
+
+
+class TenantsConfig(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
+    """Tenants with limits of their own, by name; only from the file: [tenants.named.NAME]."""
+
+    named: dict[str, TenantConfig] = {}
+
+
+def rules_of(router: RouterConfig, tenant: TenantConfig, tenants: TenantsConfig) -> Rules:
+    """The rules that the settings make."""
+    return Rules(
+        limits=Limits(
+            router.max_live_requests, router.max_queued_requests, router.max_queued_tokens
+        ),
+        tenant_limits=tenant.limits(),
+        limits_by_tenant={name: settings.limits() for name, settings in tenants.named.items()},
+        policy=router.policy,
+        priority_aging_s=router.priority_aging_s,
+        max_unread_tokens=router.max_unread_tokens,
+    )

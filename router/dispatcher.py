@@ -12,6 +12,7 @@ from headrace.service.errors import ServiceError
 from router import outcomes
 from router.core.global_queue import Entry, GlobalQueue
 from router.core.placement import Pool, WorkerKey, WorkerReport
+from router.core.service_rate import ServiceRate
 from router.request import (
     CancelReason,
     Completion,
@@ -53,12 +54,19 @@ class Dispatcher:
         queue: GlobalQueue[Completion],
         status: StatusLog,
         *,
+        max_unread_tokens: int,
         clock: Callable[[], float],
         wall_clock: Callable[[], float],
     ) -> None:
-        """clock is monotonic, wall_clock since the epoch; both in seconds."""
+        """clock is monotonic, wall_clock since the epoch; both in seconds.
+
+        A completion whose caller leaves more than max_unread_tokens unread is given up.
+        """
         self.pool = pool
         self.queue = queue
+        self.rate = ServiceRate()
+        self._had_waiting = False
+        self._max_unread_tokens = max_unread_tokens
         self.owner: CompletionOwner | None = None
         self._status = status
         self._clock = clock
@@ -76,11 +84,13 @@ class Dispatcher:
         request = completion.request
         self.queue.push(
             Entry(
-                completion.key,
-                completion.key,
-                completion.num_tokens,
-                request.spec.priority,
-                completion,
+                key=completion.key,
+                order=completion.key,
+                arrival=request.timeline.arrived,
+                num_tokens=completion.num_tokens,
+                priority=request.spec.priority,
+                tenant=request.spec.tenant,
+                item=completion,
             )
         )
         self._status.queued(completion)
@@ -121,33 +131,46 @@ class Dispatcher:
             self._on_admission(admission.handle, admission.num_cached_tokens, admission.time_unix_s)
         for logprobs in news.logprobs:
             self._on_logprobs(logprobs)
+        unread = self._on_tokens(news)
+        for ended in news.ended:
+            completion = self._in_flight.get(ended.handle)
+            if completion is not None:
+                completion.request.num_preemptions += ended.num_preemptions
+                self._land(completion)
+                self._told().completion_ended(completion, ended.finish)
+        for completion in unread:
+            if completion.finish is None:
+                error = outcomes.too_slow(completion.request.spec, self._max_unread_tokens)
+                self._told().completion_failed(completion, error)
+        if news.ended or news.admissions or unread:
+            self.pump()
+
+    def _on_tokens(self, news: StepNews) -> list[Completion]:
+        """Append what came; returns completions whose callers do not read."""
         in_flight, token_ids, begin = self._in_flight, news.token_ids, 0
+        unread: list[Completion] = []
         for handle, count in zip(news.handles, news.num_new_tokens, strict=True):
             end = begin + count
             completion = in_flight.get(handle)
             if completion is not None:
                 completion.token_ids.extend(token_ids[begin:end])
                 request = completion.request
+                request.account.charge_output(count)
                 if request.timeline.first_token is None:
                     request.timeline.first_token = self._clock()
                 request.wake()
+                if len(completion.token_ids) - completion.num_streamed > self._max_unread_tokens:
+                    unread.append(completion)
             begin = end
-        for ended in news.ended:
-            completion = in_flight.get(ended.handle)
-            if completion is not None:
-                completion.request.num_preemptions += ended.num_preemptions
-                self._land(completion)
-                self._told().completion_ended(completion, ended.finish)
-        if news.ended or news.admissions:
-            self.pump()
+        return unread
 
     def on_refusal(self, refusal: Refusal) -> None:
         """A scheduler did not take a completion: try elsewhere, or fail its request."""
         completion = self._in_flight.get(refusal.handle)
         if completion is None:
             return
-        if completion.worker is not None:
-            self.pool.refused(completion.worker)
+        if completion.sent is not None:
+            self.pool.refused(completion.sent.worker)
         if outcomes.is_worth_retrying(refusal) and completion.num_dispatches < _MAX_DISPATCHES:
             self._take_back(completion)
         else:
@@ -158,6 +181,7 @@ class Dispatcher:
     def pump(self) -> None:
         """Dispatch from the head of the queue for as long as a worker has credit."""
         now = self._clock()
+        num_tokens = 0
         while (completion := self.queue.peek()) is not None:
             request = completion.request
             worker = self.pool.choose(
@@ -165,21 +189,26 @@ class Dispatcher:
                 num_prompt_tokens=completion.num_tokens,
                 max_tokens=request.max_tokens - len(completion.token_ids),
                 now=now,
+                prefix=request.prefix,
             )
             if worker is None:
-                return
+                break
+            num_tokens += completion.num_tokens
             self._dispatch(completion, worker)
+        self.rate.observe(now, num_tokens=num_tokens, is_waiting=self._had_waiting)
+        self._had_waiting = len(self.queue) > 0
 
     def _dispatch(self, completion: Completion, worker: WorkerKey) -> None:
         self.queue.remove(completion.key)
+        if not completion.num_dispatches:
+            # What is lost with a scheduler and computed again is not the tenant's to pay.
+            completion.request.account.charge_prompt(completion.num_tokens)
         completion.handle = self._next_handle()
-        completion.worker = worker
         completion.link = self._links[worker.scheduler]
         completion.num_dispatches += 1
-        completion.num_sent_tokens = completion.num_tokens
         completion.is_admitted = False
         self._in_flight[completion.handle] = completion
-        self.pool.sent(worker, completion.num_sent_tokens)
+        completion.sent = self.pool.send(worker, completion.num_tokens, completion.request.prefix)
         completion.link.submit(completion)
         self._status.dispatched(completion)
 
@@ -192,18 +221,16 @@ class Dispatcher:
     def _land(self, completion: Completion) -> None:
         """No longer in flight; its credit is free again."""
         del self._in_flight[completion.handle]
-        assert completion.worker is not None, "what is in flight has a worker"
-        self.pool.finished(
-            completion.worker, completion.num_sent_tokens, was_admitted=completion.is_admitted
-        )
+        assert completion.sent is not None, "what is in flight was sent"
+        self.pool.finished(completion.sent, was_admitted=completion.is_admitted)
 
     def _on_admission(self, handle: int, num_cached_tokens: int, time_unix_s: float) -> None:
         completion = self._in_flight.get(handle)
         if completion is None or completion.is_admitted:
             return
-        assert completion.worker is not None, "what is in flight has a worker"
+        assert completion.sent is not None, "what is in flight was sent"
         completion.is_admitted = True
-        self.pool.admitted(completion.worker, completion.num_sent_tokens)
+        self.pool.admitted(completion.sent, num_cached_tokens)
         timeline = completion.request.timeline
         if timeline.admitted is None:
             # The scheduler's clock may differ from ours; never before arrival, never ahead.

@@ -13,19 +13,18 @@ from router.core.admission import Reason, Reject
 from router.request import Refusal, Spec
 
 
-def rejected(reject: Reject, spec: Spec) -> ServiceError:
-    """A request that was not let in."""
+def rejected(reject: Reject, prompt_field: str = "text") -> ServiceError:
+    """A request that was not let in; prompt_field is what its prompt came in."""
     match reject.reason:
         case Reason.PROMPT_TOO_LONG:
-            return invalid(spec.prompt_field, reject.message)
+            return invalid(prompt_field, reject.message)
         case Reason.MAX_TOKENS_TOO_LARGE:
             return invalid("sampling.max_tokens", reject.message)
         case Reason.NO_READY_WORKER:
             return unavailable(reject.reason.value, reject.message, reject.retry_after_s)
-        case Reason.DEADLINE_PASSED:
+        case Reason.DEADLINE_PASSED | Reason.DEADLINE_OUT_OF_REACH:
             return deadline_exceeded(reject.reason.value, f"deadline: {reject.message}")
-        case Reason.QUEUE_FULL:
-            return exhausted(reject.reason.value, reject.message, reject.retry_after_s)
+    return exhausted(reject.reason.value, reject.message, reject.retry_after_s)
 
 
 def refused(refusal: Refusal, spec: Spec) -> ServiceError:
@@ -50,6 +49,15 @@ def is_worth_retrying(refusal: Refusal) -> bool:
 def failed(message: str) -> ServiceError:
     """A fault in a worker or scheduler ended a request."""
     return internal("GENERATION_FAILED", message or "the generation failed in its worker")
+
+
+def too_slow(spec: Spec, max_unread_tokens: int) -> ServiceError:
+    """Its caller does not read what it asked for."""
+    return exhausted(
+        "SLOW_CLIENT",
+        f"{spec.request_id} was ended: more than {max_unread_tokens} of its tokens are unread; "
+        "read the stream as it comes",
+    )
 
 
 def draining() -> ServiceError:

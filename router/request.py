@@ -16,7 +16,9 @@ import numpy as np
 from numpy.typing import NDArray
 
 from headrace.service.errors import ServiceError
-from router.core.placement import WorkerKey
+from router.core.fairness import Account
+from router.core.placement import Sent
+from router.core.prefix_index import Prefix
 from router.text.completion import CompletionText
 
 Int32Array = NDArray[np.int32]
@@ -90,8 +92,8 @@ class Completion:
 
     __slots__ = (
         "epoch", "finish", "handle", "has_echoed", "index", "is_admitted", "key", "link",
-        "logprobs", "num_cached_tokens", "num_dispatches", "num_sent_tokens", "num_streamed",
-        "prompt_logprobs", "request", "request_id", "text", "token_ids", "worker",
+        "logprobs", "num_cached_tokens", "num_dispatches", "num_streamed", "prompt_logprobs",
+        "request", "request_id", "sent", "text", "token_ids",
     )  # fmt: skip
 
     def __init__(self, request: "Request", index: int, key: int, text: CompletionText) -> None:
@@ -104,10 +106,9 @@ class Completion:
         self.text = text
         self.epoch = 1
         self.link: SchedulerLink | None = None
-        self.worker: WorkerKey | None = None
+        self.sent: Sent | None = None
         self.is_admitted = False
         self.num_dispatches = 0
-        self.num_sent_tokens = 0  # prompt and generated, as of the last dispatch
         self.num_cached_tokens = 0
         self.token_ids = array("i")  # everything generated, over all epochs
         self.num_streamed = 0  # how many of token_ids the stream has taken
@@ -119,6 +120,11 @@ class Completion:
     @property
     def seed(self) -> int:
         return (self.request.spec.seed + self.index) % 2**64
+
+    @property
+    def worker_id(self) -> str:
+        """The worker that it was last sent to; "" before."""
+        return self.sent.worker.worker_id if self.sent else ""
 
     @property
     def num_tokens(self) -> int:
@@ -147,6 +153,8 @@ class Request:
     arrived_unix_s: float
     timeline: Timeline
     number: int
+    account: Account
+    prefix: Prefix = ()
     deadline: float | None = None
     completions: list[Completion] = field(default_factory=list)
     error: ServiceError | None = None

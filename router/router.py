@@ -7,16 +7,19 @@ state. Where its completions are is the Dispatcher's; text is not touched here, 
 import asyncio
 import contextlib
 import time
-from collections import OrderedDict
+from collections import Counter, OrderedDict
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 
 from headrace.service.errors import ServiceError, aborted
 from router import outcomes
-from router.core.admission import Ask, Limits, QueueLoad, Reject, decide
+from router.core.admission import Ask, QueueLoad, Reject, Situation, decide
 from router.core.deadlines import Deadlines
+from router.core.fairness import FairShare
 from router.core.global_queue import GlobalQueue
+from router.core.permits import Permits
 from router.core.placement import Pool
+from router.core.prefix_index import prefix_of
 from router.dispatcher import Dispatcher
 from router.request import (
     Completion,
@@ -27,6 +30,7 @@ from router.request import (
     Spec,
     Timeline,
 )
+from router.rules import Rules
 from router.status_log import StatusLog
 from router.text.completion import CompletionText
 from router.text.stop_strings import StopScanner, StopStrings
@@ -40,6 +44,7 @@ class Reservation:
     """A request id in use; request is None while its prompt is being read."""
 
     request_id: str
+    tenant: str
     request: Request | None = None
     is_aborted: bool = False
 
@@ -50,18 +55,33 @@ class Router:
     def __init__(
         self,
         pool: Pool,
-        queue: GlobalQueue[Completion],
-        limits: Limits,
+        rules: Rules,
         status: StatusLog,
         *,
         clock: Callable[[], float] = time.monotonic,
         wall_clock: Callable[[], float] = time.time,
     ) -> None:
         """clock is monotonic, wall_clock since the epoch; both in seconds."""
-        self.dispatcher = Dispatcher(pool, queue, status, clock=clock, wall_clock=wall_clock)
+        self._shares = FairShare(
+            {tenant: limits.weight for tenant, limits in rules.limits_by_tenant.items()},
+            default_weight=rules.tenant_limits.weight,
+            output_price=rules.output_price,
+        )
+        self.dispatcher = Dispatcher(
+            pool,
+            GlobalQueue(rules.policy, self._shares, aging_s=rules.priority_aging_s),
+            status,
+            max_unread_tokens=rules.max_unread_tokens,
+            clock=clock,
+            wall_clock=wall_clock,
+        )
         self.dispatcher.owner = self
         self.is_draining = False
-        self._limits = limits
+        # Of requests that were let in, how many ended how; the rest of num_accepted is live.
+        self.num_accepted = 0
+        self.num_ended: Counter[FinishReason] = Counter()
+        self._limits = rules.limits
+        self._permits = Permits(rules.limits, rules.tenant_limits, rules.limits_by_tenant)
         self._status = status
         self._clock = clock
         self._wall_clock = wall_clock
@@ -108,13 +128,16 @@ class Router:
         return self._owner_by_ended_id.get(request_id) or None
 
     @contextlib.contextmanager
-    def reserve(self, request_id: str) -> Iterator[Reservation]:
-        """Hold a request id for as long as its caller is answered, and clean up after it."""
+    def reserve(self, request_id: str, tenant: str) -> Iterator[Reservation]:
+        """Hold an id and a permit for as long as a caller is answered, and clean up after it."""
         if self.is_draining:
             raise outcomes.draining()
         if request_id in self._reservations:
             raise outcomes.duplicate(request_id)
-        reservation = Reservation(request_id)
+        refusal = self._permits.enter(tenant, self._clock())
+        if refusal is not None:
+            raise outcomes.rejected(refusal)
+        reservation = Reservation(request_id, tenant)
         self._reservations[request_id] = reservation
         self._idle.clear()
         self._num_preparing += 1
@@ -126,6 +149,7 @@ class Router:
                 self._num_preparing -= 1
             else:
                 self._close(reservation.request)
+            self._permits.leave(tenant, self._clock())
             if not self._reservations:
                 self._idle.set()
 
@@ -156,8 +180,12 @@ class Router:
             arrived_unix_s=wall_now,
             timeline=Timeline(arrived=now),
             number=self._next_key(),
+            account=self._shares.account(spec.tenant),
+            prefix=prefix_of(prompt_token_ids, spec.cache_salt),
             deadline=deadline,
         )
+        self._permits.spend_tokens(spec.tenant, spec.n * len(prompt_token_ids), now)
+        self.num_accepted += 1
         self._num_preparing -= 1
         reservation.request = request
         self._requests[request.number] = request
@@ -186,6 +214,11 @@ class Router:
         self._end_all(reservation.request, Finish(FinishReason.ABORTED))
         self.dispatcher.pump()
         return True
+
+    def abort_tenant(self, tenant: str) -> list[str]:
+        """End every live request of a tenant; returns their ids."""
+        of_tenant = [r.request_id for r in self._reservations.values() if r.tenant == tenant]
+        return [request_id for request_id in of_tenant if self.abort(request_id)]
 
     def abort_all(self) -> None:
         """End every live request."""
@@ -242,12 +275,19 @@ class Router:
             num_completions=spec.n,
             deadline=deadline,
         )
-        queue = self.dispatcher.queue
-        # Prompts still being read hold a place each; this one is among them.
-        load = QueueLoad(len(queue) + self._num_preparing - 1, queue.num_tokens)
-        verdict = decide(ask, self.pool.capacities(spec.model, now), load, self._limits, now)
+        queue, rate = self.dispatcher.queue, self.dispatcher.rate
+        situation = Situation(
+            capacities=self.pool.capacities(spec.model, now),
+            # Prompts still being read hold a place each; this one is among them.
+            load=QueueLoad(len(queue) + self._num_preparing - 1, queue.num_tokens),
+            tenant_load=queue.load_of(spec.tenant),
+            predicted_wait_s=rate.predicted_wait_s(queue.tokens_ahead(spec.tenant)),
+            tokens_per_s=rate.tokens_per_s,
+        )
+        tenant_limits = self._permits.limits_of(spec.tenant)
+        verdict = decide(ask, situation, self._limits, tenant_limits, now)
         if isinstance(verdict, Reject):
-            error = outcomes.rejected(verdict, spec)
+            error = outcomes.rejected(verdict, spec.prompt_field)
             self._status.rejected(spec, num_prompt_tokens, error.message)
             raise error
         return verdict.max_tokens
@@ -282,6 +322,9 @@ class Router:
             self._end_all(request, Finish(reason))
             self.dispatcher.pump()
         self._deadlines.discard(request.number)
+        num_tokens = request.num_completion_tokens
+        self._permits.spend_tokens(request.spec.tenant, num_tokens, self._clock())
+        self.num_ended[_ending(request)] += 1
         del self._requests[request.number]
         self._owner_by_ended_id[request.spec.request_id] = _scheduler_of(request)
         if len(self._owner_by_ended_id) > _MAX_REMEMBERED:
@@ -290,6 +333,13 @@ class Router:
     def _next_key(self) -> int:
         self._last_key += 1
         return self._last_key
+
+
+def _ending(request: Request) -> FinishReason:
+    """How a finished request counts: as failed, or as its first completion ended."""
+    finish = request.completions[0].finish
+    assert finish is not None, "a request is closed when it has ended"
+    return FinishReason.ERROR if request.error is not None else finish.reason
 
 
 def _scheduler_of(request: Request | None) -> str:

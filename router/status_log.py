@@ -48,8 +48,7 @@ class StatusLog:
 
     def dispatched(self, completion: Completion) -> None:
         """It was sent to a scheduler."""
-        worker = completion.worker
-        self._record(completion, State.DISPATCHED, worker_id=worker.worker_id if worker else "")
+        self._record(completion, State.DISPATCHED, worker_id=completion.worker_id)
 
     def ended_waiting(self, completion: Completion, finish: Finish) -> None:
         """It ended while it waited here."""

@@ -1,14 +1,19 @@
 """Builds a pool whose engines run our scheduling core."""
 
+import logging
 from collections.abc import Callable, Mapping
+from pathlib import Path
 
 from scheduler.config import PoolSettings, SchedulerSettings
 from scheduler.core.plan import SchedulerConfig
 from scheduler.core.scheduler import SchedulerCore
 from scheduler.engine import Engine
 from scheduler.pool import Pool
+from scheduler.recording import Recording, path_for
 from scheduler.switchboard import Switchboard
 from scheduler.worker import WorkerConnector, WorkerInfo, WorkerStream
+
+logger = logging.getLogger(__name__)
 
 
 def core_config(info: WorkerInfo, settings: SchedulerSettings) -> SchedulerConfig:
@@ -40,8 +45,9 @@ def build_pool(
     """A pool over the workers behind `connectors` (by address); clock: seconds since the epoch."""
 
     def make_engine(info: WorkerInfo, stream: WorkerStream) -> Engine:
+        core = SchedulerCore(core_config(info, settings))
         return Engine(
-            SchedulerCore(core_config(info, settings)),
+            core,
             stream,
             info,
             switchboard=switchboard,
@@ -49,6 +55,7 @@ def build_pool(
             pipeline_depth=settings.pipeline_depth,
             step_timeout_s=pool_settings.step_timeout_s,
             hashes_ahead=settings.enable_prefix_caching,
+            recording=_recording(core, info, settings, is_only_worker=len(connectors) == 1),
         )
 
     return Pool(connectors, make_engine, switchboard, pool_settings, clock=clock)
@@ -56,3 +63,17 @@ def build_pool(
 
 def _narrowed(limit: int, setting: int) -> int:
     return min(limit, setting) if setting else limit
+
+
+def _recording(
+    core: SchedulerCore, info: WorkerInfo, settings: SchedulerSettings, *, is_only_worker: bool
+) -> Recording | None:
+    """A new recording of a worker's core, if it is to be recorded and can be."""
+    if not settings.record:
+        return None
+    path = path_for(Path(settings.record), info.worker_id, is_only_worker=is_only_worker)
+    try:
+        return Recording(core, path, max_bytes=settings.record_max_bytes)
+    except OSError as error:
+        logger.warning("cannot record to %s: %s", path, error.strerror)
+        return None

@@ -28,7 +28,12 @@ class SchedulerSettings(msgspec.Struct, frozen=True, forbid_unknown_fields=True)
     pipeline_depth: Annotated[
         Literal[1, 2], help_text("Steps in flight; 2 plans one ahead of the results.")
     ] = 1
-    record: Annotated[str, help_text("Write inputs and decisions to this file.")] = ""
+    record: Annotated[
+        str, help_text("Write inputs (prompts too) and decisions to this file, for `replay`.")
+    ] = ""
+    record_max_bytes: Annotated[
+        int, help_text("Size of one recording; three older ones are kept.")
+    ] = 256 * 1024 * 1024
 
 
 class PoolSettings(msgspec.Struct, frozen=True, forbid_unknown_fields=True):

@@ -13,7 +13,7 @@ from dataclasses import dataclass
 import numpy as np
 
 from headrace.service import telemetry
-from scheduler.core.block_hash import BLOCKS_PER_SLICE, BlockHashes
+from scheduler import intake
 from scheduler.core.explain import Explanation
 from scheduler.core.plan import (
     Admission,
@@ -24,8 +24,10 @@ from scheduler.core.plan import (
     RequestStatus,
     StepPlan,
 )
+from scheduler.core.recording import Recorder
 from scheduler.core.scheduler import SchedulerCore
 from scheduler.in_flight import InFlight
+from scheduler.recording import Recording
 from scheduler.requests import LiveRequest, Submission
 from scheduler.switchboard import Finish, Start, StepNews, Switchboard
 from scheduler.worker import WorkerInfo, WorkerLostError, WorkerResult, WorkerStream
@@ -45,6 +47,10 @@ class Cancel:
 Message = LiveRequest | Cancel
 
 
+class RetiredError(Exception):
+    """The engine is idle and should be replaced by a new one, on a new stream."""
+
+
 class Engine:
     """The loop of one worker incarnation. `submit` and `cancel` are messages to it."""
 
@@ -59,6 +65,7 @@ class Engine:
         pipeline_depth: int,
         step_timeout_s: float,
         hashes_ahead: bool = True,
+        recording: Recording | None = None,
     ) -> None:
         """The engine closes the stream in the end.
 
@@ -71,8 +78,12 @@ class Engine:
             pipeline_depth: plans that may be without a result; as the core was told.
             step_timeout_s: a worker that gives no result for so long is lost.
             hashes_ahead: hash long prompts between steps, for the prefix cache.
+            recording: what the core does is written there; the engine closes it.
         """
         self._core = core
+        self._recording = recording
+        # Who decides: the core, or what stands before it and writes down.
+        self._driver: SchedulerCore | Recorder = recording.recorder if recording else core
         self._stream = stream
         self._info = info
         self._switchboard = switchboard
@@ -117,22 +128,8 @@ class Engine:
         return self._core.refusal(num_prompt_tokens, max_tokens)
 
     def end_reached(self, submission: Submission, generated: Int32Array) -> RequestStatus | None:
-        """How a request has ended with its last token, though nobody said so; None if it goes on.
-
-        generated is [num_tokens] of an earlier epoch, whose end may have been lost on the way.
-        """
-        if not len(generated):
-            return None
-        num_tokens = len(submission.prompt_token_ids) + len(generated)
-        if len(generated) >= submission.min_tokens:
-            ends = submission.stop_token_ids
-            if not submission.ignore_eos:
-                ends += self._info.eos_token_ids
-            if generated[-1] in ends:
-                return RequestStatus.STOPPED
-        if len(generated) >= submission.max_tokens or num_tokens >= self._info.max_model_len:
-            return RequestStatus.LENGTH_CAPPED
-        return None
+        """How a request has ended with its last token. See intake.end_reached."""
+        return intake.end_reached(submission, generated, self._info)
 
     def explain(self, request_id: str) -> Explanation | None:
         """What happened to a request here and why, or None."""
@@ -154,6 +151,7 @@ class Engine:
 
         Raises:
             WorkerLostError: in an ExceptionGroup, when the worker is gone.
+            RetiredError: in an ExceptionGroup, when another engine should take its place.
         """
         try:
             async with asyncio.TaskGroup() as tasks:
@@ -161,6 +159,8 @@ class Engine:
                 tasks.create_task(self._step_for_ever(), name="step")
         finally:
             self._stream.close()
+            if self._recording is not None:
+                self._recording.close()
 
     def take_requests(self) -> list[LiveRequest]:
         """What was not finished when `run` ended, oldest first, with the tokens generated so far.
@@ -175,7 +175,7 @@ class Engine:
         )
         self._inbox.clear()
         finished = [
-            self._finish(unscheduled_end(message.request, message.status))
+            self._finish(intake.unscheduled_end(message.request, message.status))
             for message in cancelled
             if message.request.key in self._requests
         ]
@@ -188,6 +188,10 @@ class Engine:
         taken = list(self._requests.values())
         self._requests.clear()
         return taken
+
+    @property
+    def _is_idle(self) -> bool:
+        return not (self._requests or self._in_flight or self._inbox)
 
     def _tell(self, message: Message) -> None:
         self._inbox.append(message)
@@ -229,18 +233,18 @@ class Engine:
     def _abort(self, request: LiveRequest, status: RequestStatus) -> FinishedRequest | None:
         """How it ended just now; None if it had ended."""
         if self._unhashed.pop(request.key, None) is not None:
-            return unscheduled_end(request, status)
-        return self._core.abort(request.key, status)
+            return intake.unscheduled_end(request, status)
+        return self._driver.abort(request.key, status)
 
     def _add(self, request: LiveRequest) -> FinishedRequest | None:
         """Give it to the core; how it ended if there is nothing left to do."""
         end = self.end_reached(request.submission, request.generated_token_ids)
         if end is not None:
             self._journal.admitted(request, 0, self._info.worker_id)
-            return unscheduled_end(request, end)
-        new_request = self._new_request(request)
+            return intake.unscheduled_end(request, end)
+        new_request = intake.new_request(request, self._info, hashes_ahead=self._hashes_ahead)
         if new_request.block_hashes is None:
-            self._core.add_request(new_request, self._clock())
+            self._driver.add_request(new_request, self._clock())
         else:
             self._unhashed[request.key] = new_request
         return None
@@ -251,11 +255,11 @@ class Engine:
         assert new_request.block_hashes is not None, "only such requests wait for it"
         if new_request.block_hashes.advance(new_request.prompt_token_ids):
             del self._unhashed[key]
-            self._core.add_request(new_request, self._clock())
+            self._driver.add_request(new_request, self._clock())
             self._is_worth_planning = True
 
     async def _plan_step(self) -> None:
-        plan = self._core.schedule(self._clock())
+        plan = self._driver.schedule(self._clock())
         if plan.expired:
             expired = [self._finish(facts) for facts in plan.expired]
             self._switchboard.publish(StepNews(finished=expired))
@@ -270,6 +274,7 @@ class Engine:
         if not self._in_flight:
             self._last_progress_s = asyncio.get_running_loop().time()
         self._in_flight.append(InFlight(plan, self._key_by_row[plan.rows], started, span))
+        self._switchboard.bell.ring()
         await self._stream.send(
             plan,
             [request.submission.sampling for request in placed],
@@ -311,7 +316,7 @@ class Engine:
         flight.check(result)
         if flight.span is not None:
             flight.span.end()
-        output = self._core.update(result.step, self._clock())
+        output = self._driver.update(result.step, self._clock())
         details = flight.token_details(result, output, self._requests)
         # A request cancelled while the worker ran has been reported as ended.
         started = [start for start in flight.started if start.request.key in self._requests]
@@ -328,6 +333,9 @@ class Engine:
                     details=details,
                 )
             )
+        if self._recording is not None and self._recording.is_full:
+            self._recording.close()
+            self._driver = self._core
         self.num_steps += 1
         self._is_worth_planning = True
         self._last_progress_s = asyncio.get_running_loop().time()
@@ -335,33 +343,10 @@ class Engine:
     def _finish(self, facts: FinishedRequest, message: str = "") -> Finish:
         return Finish(self._requests.pop(facts.key), facts, message)
 
-    def _new_request(self, request: LiveRequest) -> NewRequest:
-        submission = request.submission
-        is_long = len(submission.prompt_token_ids) > BLOCKS_PER_SLICE * self._info.block_size
-        return NewRequest(
-            key=request.key,
-            request_id=submission.request_id,
-            prompt_token_ids=submission.prompt_token_ids,
-            output_token_ids=request.generated_token_ids,
-            max_tokens=submission.max_tokens,
-            arrival_time=submission.arrival_time,
-            priority=submission.priority,
-            eos_token_ids=() if submission.ignore_eos else self._info.eos_token_ids,
-            stop_token_ids=submission.stop_token_ids,
-            min_tokens=submission.min_tokens,
-            cache_salt=submission.cache_salt,
-            # Log probabilities of the prompt need every prompt token computed.
-            skip_reading_prefix_cache=submission.wants_prompt_logprobs,
-            deadline=submission.deadline,
-            block_hashes=(
-                BlockHashes(self._info.block_size, submission.cache_salt)
-                if is_long and self._hashes_ahead
-                else None
-            ),
-        )
-
     async def _wait(self) -> None:
         """Until something happened; a worker that gives no result in time is lost."""
+        if self._recording is not None and self._recording.is_full and self._is_idle:
+            raise RetiredError
         when = None
         if self._in_flight:
             when = self._last_progress_s + self._step_timeout_s
@@ -374,8 +359,3 @@ class Engine:
             if self._in_flight:
                 raise WorkerLostError(f"no result in {self._step_timeout_s:g} s") from None
             self._is_worth_planning = True
-
-
-def unscheduled_end(request: LiveRequest, status: RequestStatus) -> FinishedRequest:
-    """How a request ends that no core has."""
-    return FinishedRequest(request.key, request.submission.request_id, status, None, 0)

@@ -12,7 +12,8 @@ from dataclasses import dataclass
 from scheduler.config import PoolSettings
 from scheduler.core.explain import Explanation
 from scheduler.core.plan import Int32Array, RequestStatus
-from scheduler.engine import Engine, unscheduled_end
+from scheduler.engine import Engine, RetiredError
+from scheduler.intake import unscheduled_end
 from scheduler.outbox import NotTaken
 from scheduler.requests import LiveRequest, Submission
 from scheduler.switchboard import Finish, StepNews, Switchboard
@@ -185,9 +186,10 @@ class Pool:
         retry_s = _FIRST_RETRY_S
         try:
             while True:
-                info = await self._describe(worker)
-                engine = self._start(worker, info)
-                await self._run_engine(worker, engine)
+                engine = self._start(worker, await self._describe(worker))
+                while await self._is_retired(worker, engine):
+                    engine = self._replace(worker, engine)
+                self._lose(worker, engine)
                 # Only a step done shows that it is well again; one that hangs or dies at once
                 # is not tried in a tight loop.
                 retry_s = _FIRST_RETRY_S if engine.num_steps else min(2 * retry_s, _MAX_RETRY_S)
@@ -221,14 +223,29 @@ class Pool:
         self._place_waiting()
         return worker.engine
 
-    async def _run_engine(self, worker: ManagedWorker, engine: Engine) -> None:
-        """Run an engine to its end; what it did not finish goes to limbo."""
+    async def _is_retired(self, worker: ManagedWorker, engine: Engine) -> bool:
+        """Run an engine to its end; True if its worker is well and should have another."""
+        is_retired = False
         try:
             await engine.run()
+        except* RetiredError:
+            is_retired = True
         except* WorkerLostError as lost:
             logger.warning("lost worker at %s: %s", worker.address, str(lost.exceptions[0]))
         except* Exception:
             logger.exception("the engine of the worker at %s failed", worker.address)
+        return is_retired
+
+    def _replace(self, worker: ManagedWorker, engine: Engine) -> Engine:
+        """A new engine for the same incarnation, with what the old one was given last."""
+        replacement = self._make_engine(engine.info, worker.connector.execute())
+        worker.engine = replacement
+        for request in engine.take_requests():
+            replacement.submit(request)
+        return replacement
+
+    def _lose(self, worker: ManagedWorker, engine: Engine) -> None:
+        """The worker is gone; what it did not finish goes to limbo."""
         worker.engine = None
         worker.state = WorkerState.LOST
         self._switchboard.bell.ring()

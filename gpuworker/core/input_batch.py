@@ -6,11 +6,12 @@ plan that does not fit the rows is refused as a PlanError.
 """
 
 from dataclasses import dataclass
+from typing import NoReturn
 
 import numpy as np
 
 from gpuworker.core.plan import Int32Array, Int64Array, PlanError, RowRequest, StepPlan
-from gpuworker.core.request_slots import BoolArray, RequestSlots
+from gpuworker.core.request_slots import RequestSlots
 
 NULL_BLOCK = 0
 
@@ -116,9 +117,8 @@ class InputBatch:
             num_sampled_tokens: [num_reqs] how many of token_ids belong to each.
             token_ids: [sum(num_sampled_tokens)] row after row.
         """
-        row_of_token = np.repeat(rows, num_sampled_tokens)
-        offsets = _ranks(num_sampled_tokens)
-        columns = self.num_tokens[row_of_token] + offsets
+        row_of_token = _repeated(rows, num_sampled_tokens)
+        columns = self.num_tokens[row_of_token] + _ranks(num_sampled_tokens)
         fits = columns < self.token_ids.shape[1]
         self.token_ids[row_of_token[fits], columns[fits]] = token_ids[fits]
         self.num_tokens[rows] = np.minimum(
@@ -126,6 +126,8 @@ class InputBatch:
         )
 
     def _free(self, rows: Int32Array) -> None:
+        if not len(rows):
+            return
         self.slots.free(rows)
         self._block_table[rows] = NULL_BLOCK
         self._num_blocks[rows] = 0
@@ -210,29 +212,36 @@ class InputBatch:
         ends = plan.num_computed_tokens + plan.num_scheduled_tokens
         known = ends - num_draft_tokens
         num_tokens = self.num_tokens[rows]
-        problems: tuple[tuple[str, BoolArray], ...] = (
-            ("is scheduled past the tokens it has", known > num_tokens),
-            (
-                "has drafts before its last token is computed",
-                (num_draft_tokens > 0) & (known != num_tokens),
-            ),
-            ("is scheduled past max_model_len", ends > self.limits.max_model_len),
-            (
-                "has too few KV blocks for its tokens",
-                ends > self._num_blocks[rows] * self.limits.block_size,
-            ),
+        room = np.minimum(
+            self._num_blocks[rows] * self.limits.block_size, self.limits.max_model_len
         )
-        for what, is_bad in problems:
-            if is_bad.any():
-                i = int(np.flatnonzero(is_bad)[0])
-                row = int(rows[i])
-                raise PlanError(
-                    f"rows: row {row} ({self.slots.request_ids[row]!r}) {what}: "
-                    f"{int(plan.num_computed_tokens[i])} computed + "
-                    f"{int(plan.num_scheduled_tokens[i])} scheduled, "
-                    f"{int(num_draft_tokens[i])} of them drafts; it has {int(num_tokens[i])} "
-                    f"tokens and {int(self._num_blocks[row])} blocks"
-                )
+        is_bad = (known > num_tokens) | (ends > room)
+        if len(plan.draft_token_ids):
+            is_bad |= (num_draft_tokens > 0) & (known != num_tokens)
+        if is_bad.any():
+            i = int(np.flatnonzero(is_bad)[0])
+            self._refuse_row(plan, i, int(num_draft_tokens[i]))
+
+    def _refuse_row(self, plan: StepPlan, i: int, num_drafts: int) -> NoReturn:
+        """Says what is wrong with the i-th row of a plan."""
+        row = int(plan.rows[i])
+        computed = int(plan.num_computed_tokens[i])
+        scheduled = int(plan.num_scheduled_tokens[i])
+        num_tokens, num_blocks = int(self.num_tokens[row]), int(self._num_blocks[row])
+        end = computed + scheduled
+        if end - num_drafts > num_tokens:
+            what = "is scheduled past the tokens it has"
+        elif end > self.limits.max_model_len:
+            what = "is scheduled past max_model_len"
+        elif end > num_blocks * self.limits.block_size:
+            what = "has too few KV blocks for its tokens"
+        else:
+            what = "has drafts before its last token is computed"
+        raise PlanError(
+            f"rows: row {row} ({self.slots.request_ids[row]!r}) {what}: {computed} computed + "
+            f"{scheduled} scheduled, {num_drafts} of them drafts; it has {num_tokens} tokens and "
+            f"{num_blocks} blocks"
+        )
 
     def _gather(self, plan: StepPlan, num_draft_tokens: Int32Array) -> FlatBatch:
         rows, scheduled, computed = plan.rows, plan.num_scheduled_tokens, plan.num_computed_tokens
@@ -241,8 +250,8 @@ class InputBatch:
         query_start_loc = np.zeros(len(rows) + 1, dtype=np.int32)
         np.cumsum(scheduled, out=query_start_loc[1:])
         seq_lens = computed + scheduled
-        row_of_token = np.repeat(rows, scheduled)
-        positions = np.repeat(computed, scheduled).astype(np.int64) + _ranks(scheduled)
+        row_of_token = _repeated(rows, scheduled)
+        positions = _repeated(computed, scheduled).astype(np.int64) + _ranks(scheduled)
         block_of_token = self._block_table[row_of_token, positions // self.limits.block_size]
         slot_mapping = (
             block_of_token.astype(np.int64) * self.limits.block_size
@@ -254,10 +263,10 @@ class InputBatch:
             seq_lens - num_draft_tokens == num_tokens, num_draft_tokens + 1, 0
         ).astype(np.int32)
         sample_ranks = _ranks(num_samples)
-        sample_rows = np.repeat(rows, num_samples)
-        sample_num_tokens = np.repeat(num_tokens, num_samples).astype(np.int64) + sample_ranks
+        sample_rows = _repeated(rows, num_samples)
+        sample_num_tokens = _repeated(num_tokens, num_samples).astype(np.int64) + sample_ranks
         logits_indices = (
-            np.repeat(query_start_loc[1:] - num_samples, num_samples).astype(np.int64)
+            _repeated(query_start_loc[1:] - num_samples, num_samples).astype(np.int64)
             + sample_ranks
         )
         prompt_indices, prompt_rows, prompt_targets = self._prompt_places(row_of_token, positions)
@@ -312,9 +321,21 @@ class InputBatch:
 _EMPTY_INT64: Int64Array = np.empty(0, dtype=np.int64)
 
 
+def _repeated(values: Int32Array, counts: Int32Array) -> Int32Array:
+    """Each value as often as its count says."""
+    return values if _is_all_ones(counts) else np.repeat(values, counts)
+
+
 def _ranks(counts: Int32Array | Int64Array) -> Int64Array:
     """0, 1, ... within each group: [sum(counts)] for groups of `counts` members."""
+    if _is_all_ones(counts):
+        return np.zeros(len(counts), dtype=np.int64)
     total = int(counts.sum())
     starts: Int64Array = np.cumsum(counts, dtype=np.int64) - counts
     ranks: Int64Array = np.arange(total, dtype=np.int64) - np.repeat(starts, counts)
     return ranks
+
+
+def _is_all_ones(counts: Int32Array | Int64Array) -> bool:
+    """Whether there is nothing to repeat, as in a step of decodes only."""
+    return bool((counts == 1).all())

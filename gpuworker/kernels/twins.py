@@ -100,7 +100,7 @@ class TorchOps(Ops):
 
     def sample(self, scaled: torch.Tensor, draws: Draws) -> torch.Tensor:
         truncation = Truncation(draws.top_p, draws.top_k.long(), draws.min_p)
-        floor = thresholds(scaled, scaled.sort(descending=True).values, truncation)
+        floor, _ = thresholds(scaled, scaled.sort(descending=True).values, truncation)
         every = torch.arange(scaled.shape[1], device=scaled.device)[None]
         scores = gumbel(draws.seeds, draws.positions, every).add_(scaled)
         scores.masked_fill_(scaled < floor[:, None], -torch.inf)

@@ -94,6 +94,10 @@ class GpuWorkerService(gpuworker_pb2_grpc.GpuWorkerServicer):
             return False
         return True
 
+    def close_stream(self) -> None:
+        """Ends the stream there is; its scheduler is told to go on elsewhere."""
+        self._end_stream(unavailable("DRAINED", "this worker has shut down; use another"))
+
     async def Describe(
         self, _request: gpuworker_pb2.DescribeRequest, _context: Any
     ) -> gpuworker_pb2.DescribeResponse:
@@ -161,14 +165,17 @@ class GpuWorkerService(gpuworker_pb2_grpc.GpuWorkerServicer):
 
     def _replace_stream(self) -> _Stream:
         """Makes a new stream the current one and ends the old one."""
-        old, new = self._stream, _Stream()
-        if old is not None and old.is_current:
-            old.is_current = False
-            old.results.put_nowait(
-                aborted("STREAM_REPLACED", "another Execute stream has taken this worker over")
-            )
-        self._stream = new
-        return new
+        self._end_stream(
+            aborted("STREAM_REPLACED", "another Execute stream has taken this worker over")
+        )
+        self._stream = _Stream()
+        return self._stream
+
+    def _end_stream(self, error: ServiceError) -> None:
+        """Ends the current stream, if there is one; what it has queued is dropped."""
+        if self._stream is not None and self._stream.is_current:
+            self._stream.is_current = False
+            self._stream.results.put_nowait(error)
 
     async def _read(
         self,

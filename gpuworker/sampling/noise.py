@@ -7,6 +7,11 @@ after a preemption and on another worker.
 
 import torch
 
+# Within the margin of the best lie two tokens on average; more than this is one row in millions.
+_NUM_FINALISTS = 16
+_LAST = (1 << 53) - 1
+_LARGEST_REST = 1 - 2.0**-24
+
 _GOLDEN = 0x9E3779B97F4A7C15 - (1 << 64)
 _MIX_1 = 0xBF58476D1CE4E5B9 - (1 << 64)
 _MIX_2 = 0x94D049BB133111EB - (1 << 64)
@@ -23,11 +28,62 @@ def gumbel(seeds: torch.Tensor, positions: torch.Tensor, token_ids: torch.Tensor
     Returns:
         [num_rows, num_tokens] float64, finite.
     """
+    return _noise(_random_bits(seeds, positions, token_ids))
+
+
+def gumbel_argmax(
+    scaled: torch.Tensor, seeds: torch.Tensor, positions: torch.Tensor
+) -> torch.Tensor:
+    """The token that maximizes scaled + gumbel, over the whole vocabulary: [num_rows] int64.
+
+    The noise is made in float32 first, which is several times faster; only tokens that may be the
+    best within its error are looked at in float64. The result is that of float64 throughout.
+
+    Args:
+        scaled: [num_rows, vocab_size] float32.
+        seeds: [num_rows], as for `gumbel`.
+        positions: [num_rows], as for `gumbel`.
+    """
+    every = torch.arange(scaled.shape[1], device=scaled.device)[None]
+    bits = _random_bits(seeds, positions, every)
+    rough, ids = (_rough_noise(bits) + scaled).topk(min(_NUM_FINALISTS, scaled.shape[1]), dim=-1)
+    exact = _noise(bits.gather(1, ids)).add_(scaled.gather(1, ids))
+    best = ids.gather(1, exact.argmax(-1, keepdim=True)).squeeze(1)
+    # NaN compares as unsure, too.
+    is_sure = rough[:, -1] < rough[:, 0] - _rough_margin(rough[:, 0])
+    unsure = (~is_sure).nonzero().squeeze(1)
+    if len(unsure) and scaled.shape[1] > _NUM_FINALISTS:
+        best[unsure] = _noise(bits[unsure]).add_(scaled[unsure]).argmax(-1)
+    return best
+
+
+def _random_bits(
+    seeds: torch.Tensor, positions: torch.Tensor, token_ids: torch.Tensor
+) -> torch.Tensor:
+    """53 random bits for each token, as int64."""
     keys = _mix(_mix(seeds) + (positions + 1) * _GOLDEN)
-    bits = _mix(keys[:, None] + token_ids * _GOLDEN)
-    # The upper 53 bits, in the middle of their interval: never 0 and never 1.
-    uniform = (_shift(bits, 11).double() + 0.5) * 2.0**-53
+    return _shift(_mix(keys[:, None] + token_ids * _GOLDEN), 11)
+
+
+def _noise(bits: torch.Tensor) -> torch.Tensor:
+    """Gumbel noise in float64; a uniform in the middle of its interval is never 0 and never 1."""
+    uniform = (bits.double() + 0.5) * 2.0**-53
     return uniform.log_().neg_().log_().neg_()
+
+
+def _rough_noise(bits: torch.Tensor) -> torch.Tensor:
+    """Gumbel noise in float32, exact to rounding above -2.8; what lies below is lifted to there.
+
+    It counts from the other end of the interval, as large noise comes from there.
+    """
+    rest = (_LAST - bits).float().add_(0.5).mul_(2.0**-53).clamp_(max=_LARGEST_REST)
+    return rest.neg_().log1p_().neg_().log_().neg_()
+
+
+def _rough_margin(best: torch.Tensor) -> torch.Tensor:
+    """How far below the best rough score another token may lie and yet be the best."""
+    # The lift (float64's least noise is -3.6), and rounding of scores of this size.
+    return 0.85 + best.abs() * 1e-5
 
 
 def _mix(x: torch.Tensor) -> torch.Tensor:

@@ -16,11 +16,13 @@ from gpuworker.core.input_batch import FlatBatch, InputBatch
 from gpuworker.core.plan import Int32Array
 from gpuworker.core.request_slots import BoolArray
 from gpuworker.sampling.adjust import adjust_logits
-from gpuworker.sampling.noise import gumbel
-from gpuworker.sampling.truncate import NUM_CANDIDATES, Truncation, thresholds
+from gpuworker.sampling.noise import gumbel, gumbel_argmax
+from gpuworker.sampling.truncate import Truncation, thresholds
 
 # Colder than this is greedy: dividing by it would leave only rounding.
 MIN_TEMPERATURE = 1e-5
+# Most nuclei are smaller than the first, nearly all than the second; the others take everything.
+_NUM_CANDIDATES = (64, 1024)
 
 
 @dataclass(frozen=True, slots=True)
@@ -90,51 +92,42 @@ def _draw(draws: _Draws) -> torch.Tensor:
     token_ids = torch.empty_like(draws.positions)
     is_off = draws.truncation.is_off
     whole = is_off.nonzero().squeeze(1)
-    cut = (~is_off).nonzero().squeeze(1)
-    if len(cut):
-        whole = torch.cat([whole, _draw_from_candidates(draws, cut, token_ids)])
     if len(whole):
-        every = torch.arange(draws.scaled.shape[1], device=whole.device)[None]
-        noise = gumbel(draws.seeds[whole], draws.positions[whole], every)
-        token_ids[whole] = noise.add_(draws.scaled[whole]).argmax(-1)
+        token_ids[whole] = gumbel_argmax(
+            draws.scaled[whole], draws.seeds[whole], draws.positions[whole]
+        )
+    left = (~is_off).nonzero().squeeze(1)
+    for num_candidates in (*_NUM_CANDIDATES, draws.scaled.shape[1]):
+        if len(left):
+            left = _draw_from_candidates(draws, left, num_candidates, token_ids)
     return token_ids
 
 
 def _draw_from_candidates(
-    draws: _Draws, cut: torch.Tensor, token_ids: torch.Tensor
+    draws: _Draws, rows: torch.Tensor, num_candidates: int, token_ids: torch.Tensor
 ) -> torch.Tensor:
     """Draws truncated rows from their largest logits, so that noise is made for few tokens only.
 
+    How many candidates are looked at never changes what is drawn.
+
     Args:
-        draws: all places; `scaled` of rows that are left over becomes minus infinity where cut.
-        cut: [num_cut] the truncated ones.
+        draws: all places.
+        rows: [num_rows] the ones to draw.
+        num_candidates: how many of the largest logits to look at.
         token_ids: [num_drawn] where the tokens go.
 
     Returns:
-        Those of `cut` with drawable tokens beyond the candidates, to be drawn from the whole.
+        Those of `rows` that may be given other tokens than the candidates: not drawn.
     """
-    scaled = draws.scaled[cut]
-    truncation = Truncation(
-        draws.truncation.top_p[cut], draws.truncation.top_k[cut], draws.truncation.min_p[cut]
-    )
-    values, ids = scaled.topk(_num_candidates(truncation.top_k, scaled.shape[1]), dim=-1)
-    threshold = thresholds(scaled, values, truncation)[:, None]
-    is_kept = values >= threshold
-    num_kept = max(int(is_kept.sum(1).max()), 1)
-    values, ids, is_kept = values[:, :num_kept], ids[:, :num_kept], is_kept[:, :num_kept]
-    scores = gumbel(draws.seeds[cut], draws.positions[cut], ids).add_(values)
-    best = scores.masked_fill_(~is_kept, -torch.inf).argmax(-1, keepdim=True)
-    token_ids[cut] = ids.gather(1, best).squeeze(1)
-
-    is_left_over = (scaled >= threshold).sum(1) > is_kept.sum(1)
-    left_over = cut[is_left_over]
-    draws.scaled[left_over] = scaled[is_left_over].masked_fill(
-        scaled[is_left_over] < threshold[is_left_over], -torch.inf
-    )
-    return left_over
-
-
-def _num_candidates(top_k: torch.Tensor, vocab_size: int) -> int:
-    """Few when every row has a top_k; how many never changes what is drawn."""
-    is_limited = bool((top_k > 0).all())
-    return min(int(top_k.max()) if is_limited else NUM_CANDIDATES, NUM_CANDIDATES, vocab_size)
+    scaled, truncation = draws.scaled[rows], draws.truncation.of(rows)
+    values, ids = scaled.topk(min(num_candidates, scaled.shape[1]), dim=-1)
+    threshold, is_enough = thresholds(scaled, values, truncation)
+    done = rows[is_enough]
+    values, ids, threshold = values[is_enough], ids[is_enough], threshold[is_enough]
+    if len(done):
+        is_kept = values >= threshold[:, None]
+        num_kept = max(int(is_kept.sum(1).max()), 1)
+        scores = gumbel(draws.seeds[done], draws.positions[done], ids[:, :num_kept])
+        scores.add_(values[:, :num_kept]).masked_fill_(~is_kept[:, :num_kept], -torch.inf)
+        token_ids[done] = ids.gather(1, scores.argmax(-1, keepdim=True)).squeeze(1)
+    return rows[~is_enough]

@@ -1,16 +1,17 @@
 """Which tokens may be drawn: min_p, then top_k, then top_p over what they leave.
 
 All three are thresholds on a row's scaled logits, so tokens that tie at the edge stay together, and
-a row's threshold never depends on the other rows: only order-free reductions, sorts and running
-sums are used, which torch computes row by row.
+a row's threshold never depends on the other rows: only order-free reductions, sorts, and sums in an
+order of their own are used.
 """
 
 from dataclasses import dataclass
 
 import torch
 
-# Most nuclei are smaller than this; a row that needs more is sorted whole.
-NUM_CANDIDATES = 1024
+# Torch sums this many neighbours in one order, however many rows there are; a single row of a whole
+# vocabulary it would share out among threads.
+_SUM_WIDTH = 256
 
 
 @dataclass(frozen=True, slots=True)
@@ -25,70 +26,53 @@ class Truncation:
     def is_off(self) -> torch.Tensor:
         return (self.top_p >= 1) & (self.top_k <= 0) & (self.min_p <= 0)
 
+    def of(self, rows: torch.Tensor) -> "Truncation":
+        """The settings of some of the rows."""
+        return Truncation(self.top_p[rows], self.top_k[rows], self.min_p[rows])
+
 
 def thresholds(
-    scaled: torch.Tensor, sorted_values: torch.Tensor, truncation: Truncation
-) -> torch.Tensor:
-    """The smallest scaled logit of each row that may be drawn.
+    scaled: torch.Tensor, candidates: torch.Tensor, truncation: Truncation
+) -> tuple[torch.Tensor, torch.Tensor]:
+    """The smallest scaled logit of each row that may be drawn, as far as the candidates tell.
 
     Args:
         scaled: [num_rows, vocab_size] float32 logits over temperature.
-        sorted_values: [num_rows, num_candidates] the largest of them, in falling order.
+        candidates: [num_rows, num_candidates] the largest of them, in falling order.
         truncation: of each row.
 
     Returns:
-        [num_rows] float32.
+        [num_rows] float32 thresholds, and [num_rows] whether every drawable token is a candidate;
+        a threshold means nothing where it is not.
     """
-    vocab_size = scaled.shape[1]
-    largest = sorted_values[:, :1]
-    threshold = (largest[:, 0].double() + truncation.min_p.log()).float()
-    top_k = torch.where(truncation.top_k > 0, truncation.top_k, vocab_size).clamp(max=vocab_size)
-    threshold = torch.maximum(threshold, _kth_values(scaled, sorted_values, top_k))
+    vocab_size, num_candidates = scaled.shape[1], candidates.shape[1]
+    largest = candidates[:, :1]
+    floor = (largest[:, 0].double() + truncation.min_p.log()).float()
+    top_k = torch.where(truncation.top_k > 0, truncation.top_k, vocab_size)
+    kth = candidates.gather(1, (top_k.clamp(max=num_candidates) - 1)[:, None]).squeeze(1)
+    # A row without top_k keeps everything; one whose top_k is past the candidates fails below.
+    floor = torch.where(top_k < vocab_size, torch.maximum(floor, kth), floor)
 
-    nucleus = (truncation.top_p < 1).nonzero().squeeze(1)
-    if len(nucleus):
-        cut = _nucleus_values(
-            scaled[nucleus], sorted_values[nucleus], threshold[nucleus], truncation.top_p[nucleus]
-        )
-        threshold[nucleus] = torch.maximum(threshold[nucleus], cut)
-    return threshold
-
-
-def _kth_values(
-    scaled: torch.Tensor, sorted_values: torch.Tensor, top_k: torch.Tensor
-) -> torch.Tensor:
-    """The top_k-th largest value of each row; minus infinity where top_k is the vocabulary."""
-    num_candidates = sorted_values.shape[1]
-    within = (top_k.clamp(max=num_candidates) - 1)[:, None]
-    values = sorted_values.gather(1, within).squeeze(1)
-    for row in (top_k > num_candidates).nonzero().squeeze(1).tolist():
-        k = int(top_k[row])
-        is_all = k == scaled.shape[1]
-        values[row] = -torch.inf if is_all else scaled[row].topk(k).values[-1]
-    return values
+    mass = (candidates - largest).exp_().masked_fill_(candidates < floor[:, None], 0.0)
+    mass = mass.cumsum(1, dtype=torch.float64)
+    total = mass[:, -1]
+    is_open = floor == -torch.inf
+    if is_open.any():
+        total = torch.where(is_open, _row_sums((scaled - largest).exp_()), total)
+    index = (mass < (truncation.top_p * total)[:, None]).sum(1)
+    is_nucleus_inside = (index < num_candidates) | (truncation.top_p >= 1)
+    edge = candidates.gather(1, index.clamp(max=num_candidates - 1)[:, None]).squeeze(1)
+    threshold = torch.where(truncation.top_p < 1, torch.maximum(floor, edge), floor)
+    is_enough = is_nucleus_inside & (candidates[:, -1] < threshold)
+    if num_candidates == vocab_size:
+        is_enough = torch.ones_like(is_enough)
+    return threshold, is_enough
 
 
-def _nucleus_values(
-    scaled: torch.Tensor, sorted_values: torch.Tensor, threshold: torch.Tensor, top_p: torch.Tensor
-) -> torch.Tensor:
-    """The value at which the running sum of probabilities reaches top_p, in each row."""
-    largest = sorted_values[:, :1].double()
-    wanted = top_p * _running_mass(scaled, largest, threshold)[:, -1]
-    mass = _running_mass(sorted_values, largest, threshold)
-    # How many tokens stay below the wanted mass; the next one reaches it.
-    index = (mass < wanted[:, None]).sum(1)
-    last = sorted_values.shape[1] - 1
-    values = sorted_values.gather(1, index.clamp(max=last)[:, None]).squeeze(1)
-    for row in (index > last).nonzero().squeeze(1).tolist():
-        one = slice(row, row + 1)
-        ordered = scaled[one].sort(descending=True).values
-        mass = _running_mass(ordered, largest[one], threshold[one])
-        index = (mass < wanted[one, None]).sum(1).clamp(max=ordered.shape[1] - 1)
-        values[row] = ordered[0, index[0]]
-    return values
-
-
-def _running_mass(values: torch.Tensor, largest: torch.Tensor, floor: torch.Tensor) -> torch.Tensor:
-    """Running sum of exp(value - largest) of values not below the floor: [num_rows, num_values]."""
-    mass = (values.double() - largest).exp_()
-    return mass.masked_fill_(values < floor[:, None], 0.0).cumsum_(1)
+def _row_sums(values: torch.Tensor) -> torch.Tensor:
+    """Sums of rows in float64, in an order that the number of rows does not change: [num_rows]."""
+    num_rows, width = values.shape
+    whole = width // _SUM_WIDTH * _SUM_WIDTH
+    parts = values[:, :whole].view(num_rows, -1, _SUM_WIDTH).sum(-1)
+    parts = torch.cat((parts, values[:, whole:].sum(-1, keepdim=True)), dim=1)
+    return parts.cumsum(1, dtype=torch.float64)[:, -1]

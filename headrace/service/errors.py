@@ -21,13 +21,17 @@ logger = logging.getLogger(__name__)
 
 DOMAIN = "headrace"
 _DETAILS_KEY = "grpc-status-details-bin"
+# gRPC carries a message up to three times in trailers, escaped, and callers take 8 KiB of those:
+# a longer one would reach them as an error about metadata.
+_MAX_MESSAGE_BYTES = 1_000
 _CODE_BY_NUMBER = {code.value[0]: code for code in grpc.StatusCode}
 
 
 class ServiceError(Exception):
     """A refusal or failure that the caller is meant to see.
 
-    reason is stable UPPER_SNAKE for programs, message is for people and says what to do.
+    reason is stable UPPER_SNAKE for programs, message is for people and says what to do; of a
+    long one the middle is left out.
     """
 
     def __init__(
@@ -39,15 +43,24 @@ class ServiceError(Exception):
         field: str | None = None,
         retry_after_s: float | None = None,
     ) -> None:
-        super().__init__(message)
+        self.message = _shortened(message)
+        super().__init__(self.message)
         self.code = code
         self.reason = reason
-        self.message = message
         self.field = field
         self.retry_after_s = retry_after_s
 
     def __repr__(self) -> str:
         return f"ServiceError({self.code.name}, {self.reason}, {self.message!r})"
+
+
+def _shortened(message: str) -> str:
+    """The message, or its beginning and end: the one names the field, the other says what to do."""
+    data = message.encode(errors="replace")
+    if len(data) <= _MAX_MESSAGE_BYTES:
+        return message
+    half = _MAX_MESSAGE_BYTES // 2 - 3
+    return f"{data[:half].decode(errors='ignore')} ... {data[-half:].decode(errors='ignore')}"
 
 
 def invalid(field: str, message: str) -> ServiceError:

@@ -1,13 +1,18 @@
 """Whether a request is let in, decided before anything of it is queued.
 
-The rule, in this order: it must be servable by some ready worker (its model, its length against
-max_model_len and the KV pool), its deadline must lie ahead, and there must be room in the queue.
-Facts about queue and pool come in as arguments; refusals are values, and say what to change.
+First, before its prompt is even read, it needs a permit (see `permits`). Then, in this order: it
+must be servable by some ready worker (its model, its length against max_model_len and the KV
+pool), its tenant must have tokens left, its deadline must lie ahead and be within reach, and there
+must be room in the queue, its tenant's and everybody's. Facts about queue and pool come in as
+arguments; refusals are values, and say what to change or when to try again.
 """
 
 from collections.abc import Sequence
 from dataclasses import dataclass
 from enum import Enum
+
+_MIN_RETRY_S = 0.1
+_MAX_RETRY_S = 60.0
 
 
 class Reason(Enum):
@@ -17,7 +22,12 @@ class Reason(Enum):
     PROMPT_TOO_LONG = "PROMPT_TOO_LONG"
     MAX_TOKENS_TOO_LARGE = "MAX_TOKENS_TOO_LARGE"
     DEADLINE_PASSED = "DEADLINE_PASSED"
+    DEADLINE_OUT_OF_REACH = "DEADLINE_OUT_OF_REACH"
     QUEUE_FULL = "QUEUE_FULL"
+    TENANT_QUEUE_FULL = "TENANT_QUEUE_FULL"
+    TOO_MANY_LIVE = "TOO_MANY_LIVE"
+    TENANT_TOO_MANY_LIVE = "TENANT_TOO_MANY_LIVE"
+    TENANT_RATE = "TENANT_RATE"
 
 
 @dataclass(frozen=True, slots=True)
@@ -38,15 +48,31 @@ class Reject:
 
 @dataclass(frozen=True, slots=True)
 class Limits:
-    """What may wait in this router: requests (each of n completions counts) and their prompts."""
+    """What may be here: requests being answered (live), and completions and prompts that wait.
 
-    max_queued_requests: int
-    max_queued_tokens: int
+    0 is no limit. Each of n completions waits for itself.
+    """
+
+    max_live_requests: int = 0
+    max_queued_requests: int = 0
+    max_queued_tokens: int = 0
+
+
+@dataclass(frozen=True, slots=True)
+class TenantLimits:
+    """What one tenant may have here and how fast; 0 is no limit. weight is its fair share's."""
+
+    max_live_requests: int = 0
+    max_queued_requests: int = 0
+    max_queued_tokens: int = 0
+    requests_per_minute: float = 0.0
+    tokens_per_minute: float = 0.0
+    weight: float = 1.0
 
 
 @dataclass(frozen=True, slots=True)
 class QueueLoad:
-    """What waits now."""
+    """What waits now: completions, and the tokens of their prompts."""
 
     num_requests: int
     num_tokens: int
@@ -74,21 +100,50 @@ class Ask:
     deadline: float | None = None
 
 
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Situation:
+    """What it finds: ready workers, who waits, and how fast the queue moves.
+
+    predicted_wait_s is for a new request of this tenant. tokens_per_s is the measured rate at
+    which prompts leave the queue; None: not known yet.
+    """
+
+    capacities: Sequence[Capacity]
+    load: QueueLoad
+    tenant_load: QueueLoad
+    predicted_wait_s: float = 0.0
+    tokens_per_s: float | None = None
+
+
 def decide(
-    ask: Ask, capacities: Sequence[Capacity], load: QueueLoad, limits: Limits, now: float
+    ask: Ask, situation: Situation, limits: Limits, tenant_limits: TenantLimits, now: float
 ) -> Admit | Reject:
-    """Admit or Reject; capacities are those of the ready workers of the request's model."""
-    if not capacities:
+    """Admit or Reject."""
+    if not situation.capacities:
         return Reject(
             Reason.NO_READY_WORKER, "no worker is ready for this model yet; try again", 1.0
         )
-    fit = fits(ask, capacities)
+    fit = fits(ask, situation.capacities)
     if isinstance(fit, Reject):
         return fit
-    if ask.deadline is not None and ask.deadline <= now:
-        return Reject(Reason.DEADLINE_PASSED, "the deadline had passed before it was queued")
-    full = _queue_has_room(ask, load, limits)
-    return full or fit
+    return (
+        _deadline_is_lost(ask, situation, now)
+        or _queue_is_full(
+            ask,
+            situation.tenant_load,
+            limits=(tenant_limits.max_queued_requests, tenant_limits.max_queued_tokens),
+            reason=Reason.TENANT_QUEUE_FULL,
+            tokens_per_s=situation.tokens_per_s,
+        )
+        or _queue_is_full(
+            ask,
+            situation.load,
+            limits=(limits.max_queued_requests, limits.max_queued_tokens),
+            reason=Reason.QUEUE_FULL,
+            tokens_per_s=situation.tokens_per_s,
+        )
+        or fit
+    )
 
 
 def fits(ask: Ask, capacities: Sequence[Capacity]) -> Admit | Reject:
@@ -115,20 +170,44 @@ def fits(ask: Ask, capacities: Sequence[Capacity]) -> Admit | Reject:
     return Admit(room if ask.max_tokens is None else ask.max_tokens)
 
 
-def _queue_has_room(ask: Ask, load: QueueLoad, limits: Limits) -> Reject | None:
-    if load.num_requests + ask.num_completions > limits.max_queued_requests:
+def _deadline_is_lost(ask: Ask, situation: Situation, now: float) -> Reject | None:
+    if ask.deadline is None:
+        return None
+    left_s = ask.deadline - now
+    if left_s <= 0:
+        return Reject(Reason.DEADLINE_PASSED, "had passed before it was queued")
+    if situation.predicted_wait_s > left_s:
         return Reject(
-            Reason.QUEUE_FULL,
-            f"{load.num_requests} requests wait here and {limits.max_queued_requests} may; "
-            "try again later",
-            1.0,
-        )
-    num_tokens = ask.num_prompt_tokens * ask.num_completions
-    if load.num_tokens + num_tokens > limits.max_queued_tokens:
-        return Reject(
-            Reason.QUEUE_FULL,
-            f"prompts of {load.num_tokens} tokens wait here and {limits.max_queued_tokens} may; "
-            "try again later",
-            1.0,
+            Reason.DEADLINE_OUT_OF_REACH,
+            f"is {left_s:.1f} s away and the wait alone takes about "
+            f"{situation.predicted_wait_s:.1f} s now",
         )
     return None
+
+
+def _queue_is_full(
+    ask: Ask,
+    load: QueueLoad,
+    *,
+    limits: tuple[int, int],
+    reason: Reason,
+    tokens_per_s: float | None,
+) -> Reject | None:
+    """limits are requests and tokens."""
+    whose = "of this tenant " if reason is Reason.TENANT_QUEUE_FULL else ""
+    max_requests, max_tokens = limits
+    num_tokens = load.num_tokens + ask.num_prompt_tokens * ask.num_completions
+    if max_requests and load.num_requests + ask.num_completions > max_requests:
+        message = f"{load.num_requests} requests {whose}wait here and {max_requests} may"
+    elif max_tokens and num_tokens > max_tokens:
+        message = f"prompts of {load.num_tokens} tokens {whose}wait here and {max_tokens} may"
+    else:
+        return None
+    return Reject(reason, f"{message}; try again later", retry_after_s(load, tokens_per_s))
+
+
+def retry_after_s(load: QueueLoad, tokens_per_s: float | None) -> float:
+    """About when half of what waits will be gone; a guess of 1 s while the rate is not known."""
+    if not tokens_per_s:
+        return 1.0
+    return min(_MAX_RETRY_S, max(_MIN_RETRY_S, load.num_tokens / 2 / tokens_per_s))

@@ -9,8 +9,18 @@ request that is sent counts at once, so a burst inside one load report cannot ov
     blocks = free blocks, as last reported - prompt blocks of ours that the report cannot show yet
 
 A request needs a slot, and either its prompt's blocks or a place in the waiting allowance. Output
-blocks are not reserved: running out of them is what preemption is for. Among workers with credit
-the one with the smallest share of its slots taken is chosen, then the one with most free blocks.
+blocks are not reserved: running out of them is what preemption is for.
+
+Among workers with credit the cheapest is chosen, in steps of that worker until the first token:
+
+    cost = (prompt tokens not in its prefix cache + those sent there and not admitted yet)
+               / max_num_batched_tokens
+           + LOAD_STEPS * share of its slots taken
+
+A prompt goes where its prefix is for as long as what it saves outweighs the queue there; then it
+is computed again elsewhere, which is how a hot prefix spreads. What is in a worker's cache is
+guessed (see `prefix_index`). Workers whose role is decode get prompts only when there are no
+others.
 """
 
 from collections.abc import Iterable, Sequence
@@ -18,6 +28,10 @@ from dataclasses import dataclass, field
 from enum import Enum
 
 from router.core.admission import Capacity
+from router.core.prefix_index import CHUNK_TOKENS, Prefix, PrefixIndex
+
+# A full worker costs as much as computing this many steps of prompt.
+LOAD_STEPS = 4.0
 
 
 class WorkerState(Enum):
@@ -27,6 +41,14 @@ class WorkerState(Enum):
     READY = "READY"
     DRAINING = "DRAINING"
     LOST = "LOST"
+
+
+class Role(Enum):
+    """What a worker is for."""
+
+    MIXED = "MIXED"
+    PREFILL = "PREFILL"
+    DECODE = "DECODE"
 
 
 @dataclass(frozen=True, slots=True)
@@ -54,6 +76,22 @@ class WorkerReport:
     num_free_kv_blocks: int
     num_running: int
     num_waiting: int
+    max_num_batched_tokens: int = 2048
+    role: Role = Role.MIXED
+
+
+@dataclass(frozen=True, slots=True)
+class Sent:
+    """A request at a worker, for as long as it takes credit there.
+
+    num_tokens are prompt and already generated ones; prefix_uses says when each chunk that we
+    thought cached was last used there.
+    """
+
+    worker: WorkerKey
+    num_tokens: int
+    num_new_tokens: int
+    prefix_uses: Sequence[int]
 
 
 @dataclass(slots=True)
@@ -62,9 +100,11 @@ class _Worker:
 
     key: WorkerKey
     report: WorkerReport
+    prefixes: PrefixIndex
     num_others: int = 0
     num_in_flight: int = 0
     num_not_admitted: int = 0
+    num_tokens_not_admitted: int = 0
     num_blocks_not_admitted: int = 0
     num_blocks_not_reported: int = 0  # admitted since the report
     is_refusing: bool = False
@@ -115,7 +155,8 @@ class Pool:
             worker = before.get(report.worker_id)
             if worker is None or worker.key.incarnation != report.incarnation:
                 key = WorkerKey(scheduler, report.worker_id, report.incarnation)
-                worker = _Worker(key, report)
+                num_kv_tokens = report.num_kv_blocks * report.block_size
+                worker = _Worker(key, report, PrefixIndex(num_kv_tokens))
             worker.report = report
             worker.is_refusing = False
             worker.num_blocks_not_reported = 0
@@ -148,41 +189,54 @@ class Pool:
         return [worker.capacity for worker in self._ready(model, now)]
 
     def choose(
-        self, model: str, *, num_prompt_tokens: int, max_tokens: int, now: float
+        self,
+        model: str,
+        *,
+        num_prompt_tokens: int,
+        max_tokens: int,
+        now: float,
+        prefix: Prefix = (),
     ) -> WorkerKey | None:
-        """The best worker that has credit for such a request; None when none has."""
-        best: _Worker | None = None
+        """The cheapest worker that has credit for such a request; None when none has."""
+        best, best_cost = None, None
         for worker in self._ready(model, now):
             if num_prompt_tokens + max_tokens > worker.capacity.num_tokens:
                 continue
             if not self._has_credit(worker, num_prompt_tokens):
                 continue
-            if best is None or _load(worker) < _load(best):
-                best = worker
-        return best.key if best else None
+            cost = _cost(worker, num_prompt_tokens, prefix)
+            if best_cost is None or cost < best_cost:
+                best, best_cost = worker.key, cost
+        return best
 
-    def sent(self, key: WorkerKey, num_tokens: int) -> None:
-        """A request of num_tokens (prompt and already generated) went to the worker."""
-        if (worker := self._find(key)) is not None:
-            worker.num_in_flight += 1
-            worker.num_not_admitted += 1
-            worker.num_blocks_not_admitted += worker.num_blocks(num_tokens)
+    def send(self, key: WorkerKey, num_tokens: int, prefix: Prefix = ()) -> Sent:
+        """Count a request of num_tokens (prompt and already generated) as sent to the worker."""
+        worker = self._find(key)
+        assert worker is not None, "requests are sent to workers that were chosen"
+        uses = worker.prefixes.uses(prefix)
+        sent = Sent(key, num_tokens, max(1, num_tokens - len(uses) * CHUNK_TOKENS), uses)
+        worker.prefixes.use(prefix)
+        worker.num_in_flight += 1
+        self._wait(worker, sent, 1)
+        return sent
 
-    def admitted(self, key: WorkerKey, num_tokens: int) -> None:
+    def admitted(self, sent: Sent, num_cached_tokens: int) -> None:
         """The scheduler gave it KV blocks; its next report will show that."""
-        if (worker := self._find(key)) is not None:
-            num_blocks = worker.num_blocks(num_tokens)
-            worker.num_not_admitted -= 1
-            worker.num_blocks_not_admitted -= num_blocks
-            worker.num_blocks_not_reported += num_blocks
+        worker = self._find(sent.worker)
+        if worker is None:
+            return
+        self._wait(worker, sent, -1)
+        worker.num_blocks_not_reported += worker.num_blocks(sent.num_tokens)
+        missing = sent.prefix_uses[num_cached_tokens // CHUNK_TOKENS :]
+        if missing:
+            worker.prefixes.drop_used_until(missing[0])
 
-    def finished(self, key: WorkerKey, num_tokens: int, *, was_admitted: bool) -> None:
+    def finished(self, sent: Sent, *, was_admitted: bool) -> None:
         """A request that was sent there is there no more."""
-        if (worker := self._find(key)) is not None:
+        if (worker := self._find(sent.worker)) is not None:
             worker.num_in_flight -= 1
             if not was_admitted:
-                worker.num_not_admitted -= 1
-                worker.num_blocks_not_admitted -= worker.num_blocks(num_tokens)
+                self._wait(worker, sent, -1)
 
     def refused(self, key: WorkerKey) -> None:
         """The worker took no request; pass it over until it is reported again."""
@@ -193,6 +247,13 @@ class Pool:
         """Requests sent and not finished, over all workers."""
         return sum(w.num_in_flight for s in self._schedulers.values() for w in s.workers.values())
 
+    @staticmethod
+    def _wait(worker: _Worker, sent: Sent, sign: int) -> None:
+        """Count a request that waits there for admission, or no longer."""
+        worker.num_not_admitted += sign
+        worker.num_tokens_not_admitted += sign * sent.num_new_tokens
+        worker.num_blocks_not_admitted += sign * worker.num_blocks(sent.num_tokens)
+
     def _find(self, key: WorkerKey) -> _Worker | None:
         scheduler = self._schedulers.get(key.scheduler)
         worker = scheduler.workers.get(key.worker_id) if scheduler else None
@@ -200,18 +261,18 @@ class Pool:
 
     def _ready(self, model: str, now: float) -> list[_Worker]:
         oldest = now - self._max_report_age_s
-        return [
+        ready = [
             worker
             for scheduler in self._schedulers.values()
             if not scheduler.is_draining and scheduler.reported_at >= oldest
             for worker in scheduler.workers.values()
-            if worker.report.model == model
-            and worker.report.state is WorkerState.READY
-            and not worker.is_refusing
+            if worker.report.model == model and worker.report.state is WorkerState.READY
         ]
+        return [worker for worker in ready if worker.report.role is not Role.DECODE] or ready
 
     def _has_credit(self, worker: _Worker, num_tokens: int) -> bool:
-        if worker.num_taken >= worker.report.max_num_seqs + self._waiting_allowance:
+        limit = worker.report.max_num_seqs + self._waiting_allowance
+        if worker.is_refusing or worker.num_taken >= limit:
             return False
         return (
             worker.num_blocks(num_tokens) <= worker.num_free_blocks
@@ -219,7 +280,10 @@ class Pool:
         )
 
 
-def _load(worker: _Worker) -> tuple[float, int, str]:
-    """Smaller is better; the names make it the same everywhere."""
+def _cost(worker: _Worker, num_tokens: int, prefix: Prefix) -> tuple[float, int, str]:
+    """Smaller is better; equal ones are told apart by free blocks and by name."""
+    num_cached = worker.prefixes.num_matched(prefix) * CHUNK_TOKENS if prefix else 0
+    num_ahead = num_tokens - num_cached + worker.num_tokens_not_admitted
     share = worker.num_taken / max(1, worker.report.max_num_seqs)
-    return (share, -worker.num_free_blocks, worker.key.worker_id)
+    steps = num_ahead / max(1, worker.report.max_num_batched_tokens) + LOAD_STEPS * share
+    return (steps, -worker.num_free_blocks, worker.key.worker_id)

@@ -58,8 +58,9 @@ class InferenceServicer:
         model_name = wire.choose_model(request.model, self._services.models)
         request_id = request.request_id or wire.new_request_id()
         wire.check_request_id(request_id)
+        wire.check_tenant(request.tenant)
         with (
-            self._router.reserve(request_id) as reservation,
+            self._router.reserve(request_id, request.tenant) as reservation,
             spans.generation(request, request_id, model_name, context) as span,
         ):
             live = await self._submit(request, reservation, model_name, context)
@@ -115,11 +116,17 @@ class InferenceServicer:
         self, request: inference_pb2.AbortRequest, _context: Any
     ) -> inference_pb2.AbortResponse:
         """End requests of this router."""
+        response = inference_pb2.AbortResponse()
+        if request.tenant:
+            if request.request_ids:
+                raise invalid("request_ids", "must be empty when a tenant is given")
+            for request_id in self._router.abort_tenant(request.tenant):
+                response.outcomes.add(request_id=request_id, result=_ABORT_RESULT[True])
+            return response
         if not 1 <= len(request.request_ids) <= _MAX_ABORTS:
-            raise invalid("request_ids", f"must be 1 to {_MAX_ABORTS} ids")
+            raise invalid("request_ids", f"must be 1 to {_MAX_ABORTS} ids, or give a tenant")
         for position, request_id in enumerate(request.request_ids):
             wire.check_request_id(request_id, f"request_ids[{position}]")
-        response = inference_pb2.AbortResponse()
         for request_id in request.request_ids:
             result = _ABORT_RESULT[self._router.abort(request_id)]
             response.outcomes.add(request_id=request_id, result=result)

@@ -5,7 +5,7 @@ from array import array
 from headrace.service.columns import pack_int32, unpack_int32, unpack_uint32
 from headrace.service.errors import invalid
 from headrace.v1 import common_pb2, scheduler_pb2
-from router.core.placement import WorkerReport, WorkerState
+from router.core.placement import Role, WorkerReport, WorkerState
 from router.request import (
     Admission,
     CancelReason,
@@ -23,6 +23,14 @@ _WORKER_STATE = {
     common_pb2.WORKER_STATE_READY: WorkerState.READY,
     common_pb2.WORKER_STATE_DRAINING: WorkerState.DRAINING,
 }
+
+_ROLE = {
+    common_pb2.WORKER_ROLE_PREFILL: Role.PREFILL,
+    common_pb2.WORKER_ROLE_DECODE: Role.DECODE,
+}
+
+# Of a worker that does not say.
+_DEFAULT_BATCHED_TOKENS = 2048
 
 _CANCEL_REASON = {
     CancelReason.ABORTED: scheduler_pb2.CANCEL_REASON_ABORTED,
@@ -48,7 +56,7 @@ def to_submission(completion: Completion) -> scheduler_pb2.Submission:
         handle=completion.handle,
         request_id=completion.request_id,
         epoch=completion.epoch,
-        worker_id=completion.worker.worker_id if completion.worker else "",
+        worker_id=completion.worker_id,
         model=spec.model,
         prompt_token_ids=pack_int32(request.prompt_token_ids),
         generated_token_ids=completion.token_ids.tobytes(),
@@ -126,4 +134,6 @@ def to_report(worker: common_pb2.Worker) -> WorkerReport:
         num_free_kv_blocks=worker.num_free_kv_blocks,
         num_running=worker.num_running,
         num_waiting=worker.num_waiting,
+        max_num_batched_tokens=worker.max_num_batched_tokens or _DEFAULT_BATCHED_TOKENS,
+        role=_ROLE.get(worker.role, Role.MIXED),
     )

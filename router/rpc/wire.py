@@ -80,6 +80,12 @@ def check_request_id(request_id: str, field: str = "request_id") -> str:
     return request_id
 
 
+def check_tenant(tenant: str) -> None:
+    """Raise if it is too long to be one."""
+    if len(tenant) > _MAX_TENANT_CHARS:
+        raise invalid("tenant", f"must have at most {_MAX_TENANT_CHARS} characters")
+
+
 def new_request_id() -> str:
     """An id for a request that came without one."""
     return secrets.token_hex(16)
@@ -97,8 +103,6 @@ def to_spec(
     """All but the prompt; deadline_unix_s is the call's own, and the earlier one wins."""
     sampling = request.sampling
     check_sampling(sampling, bounds.vocab_size)
-    if len(request.tenant) > _MAX_TENANT_CHARS:
-        raise invalid("tenant", f"must have at most {_MAX_TENANT_CHARS} characters")
     if len(request.cache_salt.encode()) > _MAX_SALT_BYTES:
         raise invalid("cache_salt", f"must have at most {_MAX_SALT_BYTES} bytes")
     if request.response_format.type not in _SERVED_FORMATS:

@@ -1,7 +1,7 @@
 """The step being planned: who advances by how many tokens, and what is left of the budget.
 
-The running pass fills it either with columns (everybody at once) or request by request; the waiting
-pass adds admissions. Whatever was added can be taken out again until the plan is made.
+The running pass fills it with columns (many rows at once) and request by request; the waiting pass
+adds admissions. Whatever was added can be taken out again until the plan is made.
 """
 
 from dataclasses import dataclass
@@ -9,7 +9,7 @@ from dataclasses import dataclass
 import numpy as np
 
 from scheduler.core.plan import EMPTY_INT32, Admission, Int32Array, PassedOver, RowRequest, Victim
-from scheduler.core.request_table import IntpArray
+from scheduler.core.request_table import BoolArray, IntpArray
 
 
 @dataclass(slots=True)
@@ -30,6 +30,9 @@ class StepBatch:
     """Scheduled rows, blocks appended to them, and what happened on the way."""
 
     __slots__ = (
+        "_num_from_running",
+        "_parts",
+        "_tail",
         "admissions",
         "budget",
         "grown_ids",
@@ -38,12 +41,9 @@ class StepBatch:
         "is_deferring_prefills",
         "now",
         "num_behind_head",
-        "num_walked",
         "passed_over",
         "row_requests",
-        "rows",
         "step_id",
-        "vector",
         "victims",
     )
 
@@ -53,10 +53,11 @@ class StepBatch:
         self.budget = budget
         self.is_deferring_prefills = False
         self.has_drafts = False
-        self.vector: BatchColumns | None = None
-        # (row, num_computed, num_scheduled, goal, num_drafts) of those scheduled one by one.
-        self.rows: list[tuple[int, int, int, int, int]] = []
-        self.num_walked = 0
+        # In plan order: those scheduled together, then those scheduled one by one since, each as
+        # (row, num_computed, num_scheduled, goal, num_drafts).
+        self._parts: list[BatchColumns] = []
+        self._tail: list[tuple[int, int, int, int, int]] = []
+        self._num_from_running = 0
         self.grown_rows: list[int] = []
         self.grown_ids: list[int] = []
         self.row_requests: list[RowRequest] = []
@@ -67,26 +68,25 @@ class StepBatch:
 
     def end_running_pass(self) -> None:
         """From here on, whoever is added was waiting."""
-        self.num_walked = len(self.rows)
+        self._num_from_running = sum(len(part.rows) for part in self._parts) + len(self._tail)
 
     @property
     def running_rows(self) -> IntpArray:
         """[..] rows that the running pass scheduled."""
-        if self.vector is not None:
-            return self.vector.rows
-        return np.array([entry[0] for entry in self.rows[: self.num_walked]], dtype=np.intp)
+        return self.columns().rows[: self._num_from_running]
 
-    def set_columns(self, columns: BatchColumns, num_tokens: int) -> None:
-        """Schedule running rows all at once, num_tokens in sum."""
-        self.vector = columns
-        self.budget -= num_tokens
-        self.has_drafts = columns.num_drafts is not None
+    def add_columns(self, columns: BatchColumns) -> None:
+        """Schedule several rows."""
+        self._close_tail()
+        self._parts.append(columns)
+        self.budget -= int(np.add.reduce(columns.num_scheduled))
+        self.has_drafts |= columns.num_drafts is not None
 
     def add(
         self, row: int, num_computed: int, num_scheduled: int, goal: int, num_drafts: int
     ) -> None:
         """Schedule one row."""
-        self.rows.append((row, num_computed, num_scheduled, goal, num_drafts))
+        self._tail.append((row, num_computed, num_scheduled, goal, num_drafts))
         self.budget -= num_scheduled
         self.has_drafts |= num_drafts > 0
 
@@ -102,17 +102,19 @@ class StepBatch:
 
     def has(self, row: int) -> bool:
         """Whether a row is scheduled so far."""
-        self._flatten()
-        return any(entry[0] == row for entry in self.rows)
+        return bool((self.columns().rows == row).any())
 
     def refund(self, row: int) -> bool:
         """Take a row out: its tokens return to the budget. False when it was not scheduled."""
-        self._flatten()
-        index = next((i for i, entry in enumerate(self.rows) if entry[0] == row), None)
-        if index is None:
+        columns = self.columns()
+        is_kept = columns.rows != row
+        if is_kept.all():
             return False
-        self.budget += self.rows.pop(index)[2]
-        self.num_walked -= index < self.num_walked
+        index = int(is_kept.argmin())
+        self.budget += int(columns.num_scheduled[index])
+        self._num_from_running -= index < self._num_from_running
+        self._parts = [_filtered(columns, is_kept)]
+        self._tail = []
         kept = [
             pair for pair in zip(self.grown_rows, self.grown_ids, strict=True) if pair[0] != row
         ]
@@ -122,37 +124,46 @@ class StepBatch:
 
     def columns(self) -> BatchColumns:
         """Everybody scheduled, as columns."""
-        if not self.rows:
-            return self.vector or NOBODY_SCHEDULED
-        table = np.array(self.rows, dtype=np.int32).T
-        walked = BatchColumns(table[0].astype(np.intp), table[1], table[2], table[3], table[4])
-        if self.vector is None:
-            return walked
-        return _joined(self.vector, walked)
+        self._close_tail()
+        if len(self._parts) > 1:
+            self._parts = [_joined(self._parts)]
+        return self._parts[0] if self._parts else NOBODY_SCHEDULED
 
-    def _flatten(self) -> None:
-        vector = self.vector
-        if vector is None:
+    def _close_tail(self) -> None:
+        if not self._tail:
             return
-        drafts = [0] * len(vector.rows) if vector.num_drafts is None else vector.num_drafts.tolist()
-        columns = (vector.rows, vector.num_computed, vector.num_scheduled, vector.goals)
-        entries = zip(*(column.tolist() for column in columns), drafts, strict=True)
-        self.rows[:0] = entries
-        self.num_walked += len(vector.rows)
-        self.vector = None
+        table = np.array(self._tail, dtype=np.int32).T
+        num_drafts = table[4] if self.has_drafts else None
+        self._parts.append(
+            BatchColumns(table[0].astype(np.intp), table[1], table[2], table[3], num_drafts)
+        )
+        self._tail = []
 
 
-def _joined(first: BatchColumns, second: BatchColumns) -> BatchColumns:
-    drafts = None
-    if second.num_drafts is not None:
-        zeros = np.zeros(len(first.rows), np.int32)
-        drafts = np.concatenate(
-            (zeros if first.num_drafts is None else first.num_drafts, second.num_drafts)
+def _filtered(columns: BatchColumns, is_kept: BoolArray) -> BatchColumns:
+    num_drafts = columns.num_drafts
+    return BatchColumns(
+        columns.rows[is_kept],
+        columns.num_computed[is_kept],
+        columns.num_scheduled[is_kept],
+        columns.goals[is_kept],
+        None if num_drafts is None else num_drafts[is_kept],
+    )
+
+
+def _joined(parts: list[BatchColumns]) -> BatchColumns:
+    num_drafts = None
+    if any(part.num_drafts is not None for part in parts):
+        num_drafts = np.concatenate(
+            [
+                np.zeros(len(part.rows), np.int32) if part.num_drafts is None else part.num_drafts
+                for part in parts
+            ]
         )
     return BatchColumns(
-        np.concatenate((first.rows, second.rows)),
-        np.concatenate((first.num_computed, second.num_computed)),
-        np.concatenate((first.num_scheduled, second.num_scheduled)),
-        np.concatenate((first.goals, second.goals)),
-        drafts,
+        np.concatenate([part.rows for part in parts]),
+        np.concatenate([part.num_computed for part in parts]),
+        np.concatenate([part.num_scheduled for part in parts]),
+        np.concatenate([part.goals for part in parts]),
+        num_drafts,
     )

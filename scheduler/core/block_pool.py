@@ -6,8 +6,8 @@ cached: found by its digest until it is given out again).
 """
 
 from collections import OrderedDict
-from collections.abc import Iterable, Sequence
-from itertools import islice
+from collections.abc import Iterable, Iterator, Sequence
+from itertools import chain, islice
 
 
 class BlockPool:
@@ -122,6 +122,30 @@ class BlockPool:
             del holders[block_id]
         else:
             del self._blocks_by_digest[digest]
+
+    def cached_blocks(self) -> Iterator[tuple[bytes, list[int]]]:
+        """Each cached content and its blocks, the one registered first in front."""
+        for digest, held in self._blocks_by_digest.items():
+            yield digest, list(held) if isinstance(held, dict) else [held]
+
+    def restore(
+        self,
+        free_blocks: Iterable[int],
+        held: Iterable[Iterable[int]],
+        cached: Iterable[tuple[bytes, list[int]]],
+    ) -> None:
+        """Bring a new pool into a state.
+
+        Args:
+            free_blocks: in eviction order.
+            held: blocks of each request.
+            cached: as cached_blocks() gave them.
+        """
+        self._free = OrderedDict.fromkeys(free_blocks)
+        for block_id in chain.from_iterable(held):
+            self._num_refs[block_id] += 1
+        for digest, block_ids in cached:
+            self.register(block_ids, [digest] * len(block_ids))
 
     def check(self, holders: dict[int, int]) -> None:
         """Assert that every block has exactly one owner.

@@ -103,16 +103,18 @@ class KvCache:
 
     def grow_rows(
         self, rows: IntpArray, num_computed: Int32Array
-    ) -> tuple[IntpArray, list[int]] | None:
+    ) -> tuple[IntpArray, list[int], int]:
         """Append the blocks that rows lack to have num_computed tokens, and name full blocks.
+
+        Stops before the first row for which the pool has too few.
 
         Args:
             rows: [num_rows] in running order.
             num_computed: [num_rows] tokens computed after the step.
 
         Returns:
-            [num_appended] the row of each appended block, and the blocks; None, and nothing is
-            done, when the pool does not have them all.
+            [num_appended] the row of each appended block, the blocks, and how many rows were
+            served.
         """
         table = self._table
         size = self.block_size
@@ -121,12 +123,16 @@ class KvCache:
         np.minimum(ahead, self._max_model_len + size - 1, out=ahead)
         num_missing = ahead // size - num_blocks
         np.maximum(num_missing, 0, out=num_missing)
-        total = int(np.add.reduce(num_missing))
+        ends = np.add.accumulate(num_missing)
+        total, num_served = int(ends[-1]), len(rows)
         if total > self.pool.num_free:
-            return None
+            num_served = int(np.searchsorted(ends, self.pool.num_free, side="right"))
+            total = int(ends[num_served - 1]) if num_served else 0
+            rows, num_computed = rows[:num_served], num_computed[:num_served]
+            num_blocks, num_missing = num_blocks[:num_served], num_missing[:num_served]
         block_ids = self.pool.take(total)
         grown_rows = np.repeat(rows, num_missing)
-        first_places = num_blocks - (np.add.accumulate(num_missing) - num_missing)
+        first_places = num_blocks - (ends[:num_served] - num_missing)
         table.block_table[grown_rows, np.arange(total) + np.repeat(first_places, num_missing)] = (
             block_ids
         )
@@ -135,14 +141,14 @@ class KvCache:
         next_growth = num_blocks * size + (1 - self.num_lookahead)
         if not self._is_caching:
             table.next_block_event[rows] = next_growth
-            return grown_rows, block_ids
+            return grown_rows, block_ids, num_served
         num_full = np.minimum(num_computed, table.num_tokens[rows]) // size
         num_registered = table.num_registered[rows]
         np.maximum(num_full, num_registered, out=num_full)
         self._name_blocks_of_rows(rows, num_registered, num_full)
         table.num_registered[rows] = num_full
         table.next_block_event[rows] = np.minimum(next_growth, (num_full + 1) * size)
-        return grown_rows, block_ids
+        return grown_rows, block_ids, num_served
 
     def register(self, row: int, num_computed: int) -> None:
         """Name the blocks that known tokens fill within the first num_computed; set the next event.

@@ -203,7 +203,7 @@ class StepFacts:
 NO_FACTS = StepFacts()
 
 
-@dataclass(frozen=True, slots=True)
+@dataclass(slots=True)
 class PrefixCacheStats:
     """Admissions since the last look: first ones and those after a preemption; in tokens."""
 

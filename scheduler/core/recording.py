@@ -4,14 +4,14 @@ A Recorder stands in front of a SchedulerCore and has its methods. The records a
 they go (a file, a comparison) is the owner's business.
 """
 
-import zlib
 from collections.abc import Callable
 from enum import IntEnum
-from itertools import islice
 from typing import Any
 
 import numpy as np
 
+from scheduler.core import snapshot
+from scheduler.core.explain import Explanation
 from scheduler.core.plan import (
     FinishedRequest,
     Int32Array,
@@ -19,28 +19,20 @@ from scheduler.core.plan import (
     Pause,
     RequestStatus,
     ResetOutcome,
+    SchedulerConfig,
     StepOutput,
     StepPlan,
     StepResult,
 )
-from scheduler.core.request import Request
 from scheduler.core.scheduler import SchedulerCore
-from scheduler.core.trace import Record, request_record
-
-NUM_FREE_HEAD = 4
+from scheduler.core.state import SchedulerState
+from scheduler.core.trace import Record, header, request_record
 
 _FINISH_NAMES = {
     RequestStatus.STOPPED: "stop",
     RequestStatus.LENGTH_CAPPED: "length",
     RequestStatus.REPETITION: "repetition",
     RequestStatus.ERROR: "error",
-}
-_STATUS_LETTERS = {
-    RequestStatus.WAITING: "W",
-    RequestStatus.WAITING_FOR_GRAMMAR: "B",
-    RequestStatus.WAITING_FOR_REMOTE_KV: "B",
-    RequestStatus.RUNNING: "R",
-    RequestStatus.PREEMPTED: "P",
 }
 
 
@@ -82,11 +74,23 @@ class Recorder:
         self._name_by_key: dict[int, str] = {}
         self._names: set[str] = set()
         self._new_requests: Record = {}
-        self._flights: dict[int, tuple[int, dict[int, str]]] = {}
+        # Of each step without a result: its number here, and its requests' names and rows.
+        self._flights: dict[int, tuple[int, list[str], list[int]]] = {}
         self._finished: list[str] = []
+        # Cached tokens of each request's first admission; -1 once they have been told.
         self._first_cached: dict[str, int] = {}
 
     # What follows has the signatures of SchedulerCore.
+
+    @property
+    def config(self) -> SchedulerConfig:
+        """As SchedulerCore's."""
+        return self.core.config
+
+    @property
+    def state(self) -> SchedulerState:
+        """As SchedulerCore's."""
+        return self.core.state
 
     @property
     def num_running(self) -> int:
@@ -111,6 +115,10 @@ class Recorder:
     def refusal(self, num_prompt_tokens: int, max_tokens: int) -> str | None:
         """As SchedulerCore.refusal."""
         return self.core.refusal(num_prompt_tokens, max_tokens)
+
+    def explain(self, request_id: str) -> Explanation | None:
+        """As SchedulerCore.explain."""
+        return self.core.explain(request_id)
 
     def check_invariants(self) -> None:
         """As SchedulerCore.check_invariants."""
@@ -180,8 +188,9 @@ class Recorder:
     def update(self, result: StepResult, now: float) -> StepOutput:
         """As SchedulerCore.update."""
         self._enter(_Phase.UPDATE)
-        number, name_by_row = self._flights.pop(result.step_id)
-        names = list(name_by_row.values())
+        number, names, rows = self._flights[result.step_id]
+        # An empty step before it may have stayed without a result.
+        self._flights = {i: flight for i, flight in self._flights.items() if i > result.step_id}
         sampled = _split(names, result.num_sampled_tokens, result.token_ids)
         output = self.core.update(result, now)
         record: Record = {
@@ -195,7 +204,7 @@ class Recorder:
         if any(counts):
             record["pc"] = counts
         if result.failed_rows:
-            record["failed"] = [name_by_row[row] for row in result.failed_rows]
+            record["failed"] = [names[rows.index(row)] for row in result.failed_rows]
         if len(result.num_draft_tokens):
             self._step["drafts"] = _split(names, result.num_draft_tokens, result.draft_token_ids)
             self._phase = _Phase.DRAFTS
@@ -211,12 +220,49 @@ class Recorder:
         self._step["drafts"] = _split(names, num_drafts, draft_token_ids)
         self.core.update_drafts(keys, num_drafts, draft_token_ids)
 
+    def header(self, name: str) -> Record:
+        """The first record of a recording that begins here.
+
+        In the middle of a run it holds the state to begin from. `emit`, once it has written a
+        record, may ask for it to begin a new file: each file replays by itself.
+        """
+        self.end_step()
+        record = header(self.core.config, name)
+        if not self._num_steps:
+            return record
+        self._name_by_key = {key: self._name_by_key[key] for key in self.core.state.requests}
+        self._names = set(self._name_by_key.values())
+        live = self.core.state.requests.items()
+        record["requests"] = {
+            self._name_by_key[key]: request_record(request.spec, 0) for key, request in live
+        }
+        record["start"] = {
+            "step": self._num_steps,
+            "state": snapshot.take(self.core.state, self._name_by_key),
+            "finished_ids": list(self._finished),
+            "first_cached": {
+                name: cached for name, cached in self._first_cached.items() if name in self._names
+            },
+            "flights": [self._flights[flight.step_id][:2] for flight in self.core.state.flights],
+        }
+        return record
+
+    def resume(self, start: Record, key_by_name: dict[str, int]) -> None:
+        """Go on where a recording began; the core is in that state already."""
+        self._num_steps = start["step"]
+        self._name_by_key = {key: name for name, key in key_by_name.items()}
+        self._names = set(key_by_name)
+        self._finished = list(start["finished_ids"])
+        self._first_cached = dict(start["first_cached"])
+        for (number, names), flight in zip(start["flights"], self.core.state.flights, strict=True):
+            self._flights[flight.step_id] = (number, names, flight.rows.tolist())
+
     def end_step(self) -> None:
         """Close the step's record: the next event belongs to a new one."""
         if self._phase is _Phase.NONE:
             return
-        self._step["state"] = state_record(
-            self.core, self._name_by_key, max_crc_blocks=self._max_crc_blocks
+        self._step["state"] = snapshot.state_record(
+            self.core.state, self._name_by_key, max_crc_blocks=self._max_crc_blocks
         )
         step = {"i": self._num_steps, **self._step}
         self._num_steps += 1
@@ -239,8 +285,9 @@ class Recorder:
             request = requests[row]
             assert request is not None, f"row {row} is scheduled and free"
             names.append(self._name_by_key[request.key])
-        name_by_row = dict(zip(plan.rows.tolist(), names, strict=True))
-        self._flights[plan.step_id] = (self._num_steps, name_by_row)
+        rows = plan.rows.tolist()
+        name_by_row = dict(zip(rows, names, strict=True))
+        self._flights[plan.step_id] = (self._num_steps, names, rows)
         admitted = {self._name_by_key[a.key]: a for a in plan.admissions}
         for name, admission in admitted.items():
             self._first_cached.setdefault(name, admission.num_cached_tokens)
@@ -299,44 +346,6 @@ class Recorder:
                     self._first_cached[name] = -1
             records.append(record)
         return records
-
-
-def state_record(
-    core: SchedulerCore, name_by_key: dict[int, str], *, max_crc_blocks: int
-) -> Record:
-    """The state after a step in the trace format."""
-    state = core.state
-    pool, table, queues = state.kv.pool, state.table, state.queues
-    record: Record = {"free": pool.num_free}
-    if pool.num_free <= max_crc_blocks:
-        record["free_crc"] = zlib.crc32(",".join(map(str, pool.free_blocks)).encode())
-    record["free_head"] = list(islice(pool.free_blocks, NUM_FREE_HEAD))
-    running = [table.request(row) for row in table.running_rows.tolist()]
-    record["running"] = [name_by_key[request.key] for request in running]
-    record["waiting"] = [name_by_key[request.key] for request in queues.waiting]
-    if queues.skipped:
-        record["skipped"] = [name_by_key[request.key] for request in queues.skipped]
-    record["reqs"] = {
-        name_by_key[request.key]: _request_state(core, request) for request in (*running, *queues)
-    }
-    return record
-
-
-def _request_state(core: SchedulerCore, request: Request) -> list[str | int]:
-    table, row = core.state.table, request.row
-    is_running = row >= 0
-    fields: list[str | int] = [
-        _STATUS_LETTERS[request.status],
-        table.num_computed.item(row) if is_running else 0,
-        table.num_tokens.item(row) if is_running else len(request.token_ids),
-        table.num_blocks.item(row) if is_running else 0,
-        request.num_preemptions,
-        table.num_placeholders.item(row) if is_running else 0,
-        request.num_stale_tokens,
-    ]
-    while len(fields) > 4 and fields[-1] == 0:
-        fields.pop()
-    return fields
 
 
 def _split(names: list[Any], counts: Int32Array, token_ids: Int32Array) -> dict[Any, list[int]]:

@@ -11,10 +11,10 @@ from typing import Any
 
 import numpy as np
 
+from scheduler.core import snapshot
 from scheduler.core.plan import (
     Int32Array,
     Pause,
-    StepPlan,
     StepResult,
 )
 from scheduler.core.recording import Recorder
@@ -61,7 +61,10 @@ class Replay:
         self._records: list[Record] = []
         self._recorder = Recorder(self.core, self._records.append)
         self._keys: dict[str, int] = {}
-        self._plans: dict[int, tuple[StepPlan, list[str]]] = {}
+        # Of each step without a result: its id, and its requests' names and rows.
+        self._flights: dict[int, tuple[int, list[str], list[int]]] = {}
+        if "start" in trace:
+            self._start(trace["start"])
 
     def steps(self) -> Iterator[tuple[Record, Record]]:
         """Each step's record in the trace and what today's core makes of its inputs."""
@@ -77,6 +80,17 @@ class Replay:
                 self._drafts(expected["drafts"])
             self._recorder.end_step()
             yield expected, self._records.pop()
+
+    def _start(self, start: Record) -> None:
+        """Begin in the middle of a run."""
+        names = start["state"]["requests"]
+        self._keys = {name: key for key, name in enumerate(names)}
+        specs = {name: trace_request(self.trace, name, key) for name, key in self._keys.items()}
+        snapshot.restore(self.core.state, start["state"], specs)
+        self._recorder.resume(start, self._keys)
+        flights = zip(start["flights"], self.core.state.flights, strict=True)
+        for (number, names), flight in flights:
+            self._flights[number] = (flight.step_id, names, flight.rows.tolist())
 
     def _inputs(self, step: Record) -> None:
         for control in step.get("ctl", ()):
@@ -96,25 +110,27 @@ class Replay:
         plan = self._recorder.schedule(
             step.get("now", 0.0), throttle_prefills=step.get("throttle", False)
         )
-        names = [self.core.state.table.request(row).request_id for row in plan.rows.tolist()]
-        self._plans[step["i"]] = (plan, names)
+        rows = plan.rows.tolist()
+        names = [self.core.state.table.request(row).request_id for row in rows]
+        self._flights[step["i"]] = (plan.step_id, names, rows)
 
     def _update(self, update: Record) -> None:
-        plan, names = self._plans.pop(update["of"])
+        step_id, names, rows = self._flights.pop(update["of"])
         sampled = [update["sampled"].get(name, []) for name in names]
         failed = update.get("failed", ())
-        rows = zip(names, plan.rows.tolist(), strict=True)
         self._recorder.update(
             StepResult(
-                step_id=plan.step_id,
+                step_id=step_id,
                 num_sampled_tokens=_int32([len(tokens) for tokens in sampled]),
                 token_ids=_int32([token for tokens in sampled for token in tokens]),
-                failed_rows=tuple(row for name, row in rows if name in failed),
+                failed_rows=tuple(rows[names.index(name)] for name in failed),
             ),
             0.0,
         )
 
     def _drafts(self, drafts: dict[str, list[int]]) -> None:
+        # Those that ended before a recording began are unknown to it.
+        drafts = {name: tokens for name, tokens in drafts.items() if name in self._keys}
         self._recorder.update_drafts(
             [self._keys[name] for name in drafts],
             _int32([len(tokens) for tokens in drafts.values()]),

@@ -1,20 +1,20 @@
 """Gives running requests their tokens, in the order of their admission.
 
 Everybody advances to the end of its known tokens, within the budget. When blocks run out, a victim
-loses its own until the request at hand fits or falls itself. The columns path serves all rows with
-a few vector operations when free blocks cover everybody; else the rows are walked one by one. Both
-give the same plan (tests/properties).
+loses its own until the request at hand fits or falls itself. Rows are served with a few vector
+operations as far as free blocks cover them; a row that they do not cover is served by itself, and
+so are few rows. It makes no difference for the plan (tests/properties).
 """
 
 import numpy as np
 
 from scheduler.core.batch import BatchColumns, StepBatch
 from scheduler.core.plan import Int32Array
-from scheduler.core.request_table import BoolArray
+from scheduler.core.request_table import IntpArray
 from scheduler.core.state import SchedulerState
 
 # Up to here walking is cheaper than vector operations.
-MAX_WALKED_ROWS = 2
+MAX_WALKED_ROWS = 6
 
 
 class RunningPass:
@@ -33,96 +33,106 @@ class RunningPass:
 
     def run(self, batch: StepBatch) -> None:
         """Schedule running requests into the batch."""
-        if self._table.num_running > self._max_walked_rows and self._schedule_columns(batch):
-            return
-        self._walk(batch)
-
-    def _schedule_columns(self, batch: StepBatch) -> bool:
-        """All rows at once; False, and nothing done, when free blocks do not cover everybody."""
         table = self._table
-        rows = table.running_rows.copy()
+        position = 0
+        while batch.budget > 0 and position < table.num_running:
+            if table.num_running - position > self._max_walked_rows:
+                position = self._serve_columns(batch, position)
+            if batch.budget > 0 and position < table.num_running:
+                position = self._serve_row(batch, position)
+
+    def _serve_columns(self, batch: StepBatch, start: int) -> int:
+        """Serve rows from a position on at once, up to the first that free blocks do not cover.
+
+        Returns:
+            The position of that row, or the end.
+        """
+        table = self._table
+        rows = table.running_rows[start:].copy()
         num_computed = table.num_computed[rows]
         goals = table.num_tokens[rows]
         if self._state.is_pipelined:
             goals = goals + table.num_placeholders[rows]
-        wanted = self._wanted(batch, goals, num_computed)
-        is_served = wanted > 0
-        if np.count_nonzero(is_served) < len(rows):
-            rows, num_computed = rows[is_served], num_computed[is_served]
-            goals, wanted = goals[is_served], wanted[is_served]
-        num_tokens = int(np.add.reduce(wanted))
-        if num_tokens > batch.budget:
-            num_tokens = batch.budget
-            end = _clip(wanted, num_tokens)
-            rows, num_computed = rows[:end], num_computed[:end]
-            goals, wanted = goals[:end], wanted[:end]
+        wanted = self._wanted(batch, rows, goals, num_computed)
+        places = (wanted > 0).nonzero()[0]
+        if len(places) < len(rows):
+            rows, num_computed = rows[places], num_computed[places]
+            goals, wanted = goals[places], wanted[places]
+        num_served = len(rows)
+        if int(np.add.reduce(wanted)) > batch.budget:
+            num_served = _clip(wanted, batch.budget)
         after = num_computed + wanted
-        due = (after >= table.next_block_event[rows]).nonzero()[0]
+        due = (after[:num_served] >= table.next_block_event[rows[:num_served]]).nonzero()[0]
+        end = table.num_running
         if len(due):
-            grown = self._kv.grow_rows(rows[due], after[due])
-            if grown is None:
-                return False
-            batch.grow_rows(*grown)
-        num_drafts = None
-        if self._has_drafts:
-            num_drafts = np.clip(after - goals, 0, table.num_drafts[rows])
-            num_drafts = num_drafts if num_drafts.any() else None
-        if len(rows):
-            batch.set_columns(
-                BatchColumns(rows, num_computed, wanted, goals, num_drafts), num_tokens
+            grown_rows, block_ids, num_covered = self._kv.grow_rows(rows[due], after[due])
+            batch.grow_rows(grown_rows, block_ids)
+            if num_covered < len(due):
+                num_served = int(due[num_covered])
+                end = start + int(places[num_served])
+        if num_served:
+            served = slice(num_served)
+            columns = BatchColumns(
+                rows[served], num_computed[served], wanted[served], goals[served], None
             )
-        return True
+            columns.num_drafts = self._scheduled_drafts(columns.rows, (after - goals)[served])
+            batch.add_columns(columns)
+        return end
 
-    def _wanted(self, batch: StepBatch, goals: Int32Array, num_computed: Int32Array) -> Int32Array:
-        """[num_running] tokens that each running row may advance, budget aside; 0: passed over."""
+    def _scheduled_drafts(self, rows: IntpArray, num_beyond: Int32Array) -> Int32Array | None:
+        """[num_rows] drafts among the tokens beyond the known ones; None: nobody has any."""
+        if not self._has_drafts:
+            return None
+        num_drafts = np.clip(num_beyond, 0, self._table.num_drafts[rows])
+        return num_drafts if num_drafts.any() else None
+
+    def _wanted(
+        self, batch: StepBatch, rows: IntpArray, goals: Int32Array, num_computed: Int32Array
+    ) -> Int32Array:
+        """[num_rows] tokens that each row may advance, budget aside; at most 0: passed over."""
         table = self._table
         wanted = goals - num_computed
         if self._has_drafts:
-            wanted += table.num_drafts[table.running_rows]
+            wanted += table.num_drafts[rows]
         if self._threshold:
             np.minimum(wanted, self._threshold, out=wanted)
         if self._has_drafts or self._state.is_pipelined:
             np.minimum(wanted, self._max_computed - num_computed, out=wanted)
         if self._state.is_pipelined:
-            wanted[self._is_output_complete(num_computed)] = 0
+            # The tokens in flight already reach max_tokens.
+            num_placeholders = table.num_placeholders[rows]
+            will_have = num_computed + 2 - num_placeholders
+            wanted[(num_placeholders > 0) & (will_have >= table.output_limit[rows])] = 0
         if batch.is_deferring_prefills:
-            wanted[table.is_prefill_chunk[table.running_rows]] = 0
+            wanted[table.is_prefill_chunk[rows]] = 0
         return wanted
 
-    def _is_output_complete(self, num_computed: Int32Array) -> BoolArray:
-        """[num_running] whether the tokens in flight already reach max_tokens."""
-        table = self._table
-        rows = table.running_rows
-        num_placeholders = table.num_placeholders[rows]
-        will_have = num_computed + 2 - num_placeholders
-        return (num_placeholders > 0) & (will_have >= table.output_limit[rows])
+    def _serve_row(self, batch: StepBatch, position: int) -> int:
+        """Serve the row at a position, preempting others while blocks do not suffice.
 
-    def _walk(self, batch: StepBatch) -> None:
-        """Row by row, preempting when blocks run out."""
+        Returns:
+            The position to go on from; the end, when the row itself fell.
+        """
         table = self._table
-        position = 0
-        while batch.budget > 0 and position < table.num_running:
-            row = int(table.running_rows[position])
-            num_new = self._wanted_by(batch, row)
-            if num_new <= 0:
-                position += 1
-                continue
-            after = table.num_computed.item(row) + num_new
-            num_missing = self._kv.blocks_to_grow(row, after)
-            while num_missing > self._kv.pool.num_free:
-                victim_position = self._victim_position()
-                victim_row = int(table.running_rows[victim_position])
-                was_scheduled = self._state.displace(
-                    batch, victim_position, table.request(row), num_missing
-                )
-                if victim_row == row:
-                    # The reference gives those behind it nothing in this step.
-                    return
-                # As the reference: a victim that was merely passed over before shifts the
-                # others without correcting the position.
-                position -= was_scheduled
-            self._serve(batch, row, num_new, num_missing)
-            position += 1
+        row = int(table.running_rows[position])
+        num_new = self._wanted_by(batch, row)
+        if num_new <= 0:
+            return position + 1
+        num_missing = self._kv.blocks_to_grow(row, table.num_computed.item(row) + num_new)
+        while num_missing > self._kv.pool.num_free:
+            victim_position = self._victim_position()
+            victim_row = int(table.running_rows[victim_position])
+            was_scheduled = self._state.displace(
+                batch, victim_position, table.request(row), num_missing
+            )
+            if victim_row == row:
+                # As the reference: those behind it get nothing in this step.
+                return table.num_running
+            # As the reference: a victim that was merely passed over before shifts the others
+            # without correcting the position.
+            position -= was_scheduled
+        self._give(batch, row, num_new, num_missing)
+        return position + 1
 
     def _wanted_by(self, batch: StepBatch, row: int) -> int:
         """Tokens that a row may advance; at most 0: it is passed over."""
@@ -141,7 +151,7 @@ class RunningPass:
             num_new = self._threshold
         return min(num_new, batch.budget, self._max_computed - num_computed)
 
-    def _serve(self, batch: StepBatch, row: int, num_new: int, num_missing: int) -> None:
+    def _give(self, batch: StepBatch, row: int, num_new: int, num_missing: int) -> None:
         table = self._table
         num_computed = table.num_computed.item(row)
         after = num_computed + num_new

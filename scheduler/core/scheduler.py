@@ -46,7 +46,6 @@ class SchedulerCore:
         self._running_pass = RunningPass(self.state, max_walked_rows=max_walked_rows)
         self._waiting_pass = WaitingPass(self.state)
         self._update = OutputUpdate(self.state, max_walked_rows=max_walked_rows)
-        self._pause = Pause.UNPAUSED
 
     @property
     def num_running(self) -> int:
@@ -127,7 +126,7 @@ class SchedulerCore:
 
     def set_pause(self, pause: Pause) -> None:
         """Stop admissions, or everything, from the next step on."""
-        self._pause = pause
+        self.state.pause = pause
 
     def reset_prefix_cache(self, *, reset_running: bool) -> ResetOutcome:
         """Forget cached contents; only possible when no request holds a block.
@@ -150,11 +149,11 @@ class SchedulerCore:
         """Plan the next step."""
         batch = self._begin_step(now, throttle_prefills=throttle_prefills)
         expired = self.state.expire()
-        if self._pause is not Pause.PAUSED_ALL:
+        if self.state.pause is not Pause.PAUSED_ALL:
             self._running_pass.run(batch)
         if batch.victims:
             self._waiting_pass.hold(batch, WaitReason.PREEMPTION)
-        elif self._pause is not Pause.UNPAUSED:
+        elif self.state.pause is not Pause.UNPAUSED:
             self._waiting_pass.hold(batch, WaitReason.PAUSED)
         else:
             self._waiting_pass.run(batch)
@@ -216,12 +215,13 @@ class SchedulerCore:
 
     def take_prefix_cache_stats(self) -> PrefixCacheStats:
         """Statistics of the admissions since the last call."""
-        return self._waiting_pass.take_stats()
+        taken, self.state.stats = self.state.stats, PrefixCacheStats()
+        return taken
 
     def _begin_step(self, now: float, *, throttle_prefills: bool) -> StepBatch:
         self.state.now = now
         batch = StepBatch(self.state.step_id, now, self.config.max_num_batched_tokens)
-        if throttle_prefills and not self._waiting_pass.is_saturated:
+        if throttle_prefills and not self.state.is_saturated:
             table = self.state.table
             is_prefilling = table.is_prefill_chunk[table.running_rows]
             batch.is_deferring_prefills = not is_prefilling.all()
@@ -232,7 +232,7 @@ class SchedulerCore:
     ) -> StepPlan:
         state = self.state
         num_drafts = draft_ids = EMPTY_INT32
-        if batch.has_drafts and columns.num_drafts is not None:
+        if columns.num_drafts is not None:
             num_drafts = columns.num_drafts
             is_draft = np.arange(self.config.num_spec_tokens) < num_drafts[:, None]
             draft_ids = state.table.draft_ids[columns.rows][is_draft]

@@ -17,6 +17,8 @@ from scheduler.core.plan import (
     Int32Array,
     Int64Array,
     NewRequest,
+    Pause,
+    PrefixCacheStats,
     RequestStatus,
     SchedulerConfig,
     Victim,
@@ -60,6 +62,11 @@ class SchedulerState:
         # Preempted requests with output in flight, by the admission that the output is from.
         self.stale: dict[int, Request] = {}
         self.freed_rows: list[int] = []
+        self.pause = Pause.UNPAUSED
+        # Whether requests were left waiting when nothing held admissions back.
+        self.is_saturated = False
+        # Of admissions since somebody looked.
+        self.stats = PrefixCacheStats()
         self.is_pipelined = config.pipeline_depth > 1
 
     def add(self, spec: NewRequest, now: float) -> None:
@@ -70,10 +77,14 @@ class SchedulerState:
             # What the caller has not hashed ahead is hashed here rather than within a step.
             num_full = len(request.token_ids) // self.config.block_size
             request.block_hashes.extend(request.token_ids, num_full)
-        self.requests[spec.key] = request
+        self.own(request)
         self.queues.add(request)
-        if spec.deadline is not None:
-            heapq.heappush(self._deadlines, (spec.deadline, spec.key))
+
+    def own(self, request: Request) -> None:
+        """Answer for a request from now on, wherever it is."""
+        self.requests[request.key] = request
+        if request.spec.deadline is not None:
+            heapq.heappush(self._deadlines, (request.spec.deadline, request.key))
 
     def preempt(self, row: int, cause: Victim | None) -> Request:
         """Put a request that left the running order back to waiting; its blocks become free.

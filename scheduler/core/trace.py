@@ -47,7 +47,7 @@ def header(config: SchedulerConfig, name: str) -> Record:
 def assemble(records: list[Record]) -> Record:
     """A trace from a recording's records: the header, then its steps."""
     first, *steps = records
-    trace: Record = {**first, "requests": {}, "steps": []}
+    trace: Record = {**first, "requests": dict(first.get("requests", {})), "steps": []}
     for step in steps:
         trace["requests"] |= step.get("requests", {})
         trace["steps"].append({name: part for name, part in step.items() if name != "requests"})

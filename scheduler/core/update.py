@@ -23,7 +23,7 @@ from scheduler.core.state import Flight, SchedulerState
 from scheduler.core.stop import End, stop_status
 
 # Up to here walking is cheaper than vector operations.
-MAX_WALKED_ROWS = 2
+MAX_WALKED_ROWS = 6
 
 
 @dataclass(slots=True)

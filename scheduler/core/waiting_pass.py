@@ -4,14 +4,13 @@ Nobody overtakes a head that does not fit; only requests that wait on something 
 """
 
 from collections import Counter
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 
 from scheduler.core.batch import StepBatch
 from scheduler.core.kv_cache import PrefixHit
 from scheduler.core.plan import (
     Admission,
     PassedOver,
-    PrefixCacheStats,
     RequestStatus,
     RowRequest,
     WaitReason,
@@ -39,9 +38,6 @@ class WaitingPass:
         self._config = config
         self._is_displacing = config.priority_preemption and config.policy == "priority"
         self._num_watermark_blocks = int(config.watermark * config.num_gpu_blocks)
-        # Whether requests were left over when nothing held admissions back.
-        self.is_saturated = False
-        self._stats = PrefixCacheStats()
 
     def run(self, batch: StepBatch) -> None:
         """Schedule waiting requests into the batch."""
@@ -63,7 +59,7 @@ class WaitingPass:
             if not self._admit_or_pass_over(batch, request, queue, full):
                 break
         if not batch.is_deferring_prefills:
-            self.is_saturated = len(queues.waiting) > 0
+            self._state.is_saturated = len(queues.waiting) > 0
         queues.put_back(set_aside)
         batch.num_behind_head = len(queues) - len(batch.passed_over)
 
@@ -228,27 +224,16 @@ class WaitingPass:
         if state.kv.is_looked_up(request):
             self._count(num_tokens, num_cached, is_resumed=is_resumed)
 
-    def take_stats(self) -> PrefixCacheStats:
-        """Prefix-cache statistics of the admissions since the last call."""
-        taken, self._stats = self._stats, PrefixCacheStats()
-        return taken
-
     def _count(self, num_tokens: int, num_hit_tokens: int, *, is_resumed: bool) -> None:
-        stats = self._stats
+        stats = self._state.stats
         if is_resumed:
-            self._stats = replace(
-                stats,
-                num_resumed_requests=stats.num_resumed_requests + 1,
-                num_resumed_queried_tokens=stats.num_resumed_queried_tokens + num_tokens,
-                num_resumed_hit_tokens=stats.num_resumed_hit_tokens + num_hit_tokens,
-            )
+            stats.num_resumed_requests += 1
+            stats.num_resumed_queried_tokens += num_tokens
+            stats.num_resumed_hit_tokens += num_hit_tokens
         else:
-            self._stats = replace(
-                stats,
-                num_requests=stats.num_requests + 1,
-                num_queried_tokens=stats.num_queried_tokens + num_tokens,
-                num_hit_tokens=stats.num_hit_tokens + num_hit_tokens,
-            )
+            stats.num_requests += 1
+            stats.num_queried_tokens += num_tokens
+            stats.num_hit_tokens += num_hit_tokens
 
     def _pass_over(self, batch: StepBatch, request: Request, reason: WaitReason) -> None:
         self._note(batch, request, _passed_over(request, reason))

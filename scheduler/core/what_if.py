@@ -80,6 +80,8 @@ def recorded_outcome(trace: Record) -> Outcome:
     """How the recorded run went."""
     sums = _Sums()
     computed: dict[str, int] = {}
+    for name in _live_at_start(trace):
+        sums.arrived(name, trace["start"]["step"])
     for step in trace["steps"]:
         for name in step.get("add", ()):
             sums.arrived(name, step["i"])
@@ -151,6 +153,8 @@ class _Trial:
 
     def run(self) -> Outcome:
         steps = self._trace["steps"]
+        for name, output in _live_at_start(self._trace).items():
+            self._add(name, 0, 0.0, output)
         max_steps = max(MIN_STEPS, MAX_STEPS_FACTOR * len(steps))
         number = 0
         while number < len(steps) or (self._core.has_unfinished and number < max_steps):
@@ -175,16 +179,21 @@ class _Trial:
             else:
                 core.reset_prefix_cache(reset_running=control[1])
         for name in step.get("add", ()):
-            request = trace_request(self._trace, name, len(self._names))
-            self._names.append(name)
-            self._sums.arrived(name, number)
-            if core.refusal(len(request.prompt_token_ids), request.max_tokens) is None:
-                self._key_by_name[name] = request.key
-                core.add_request(request, step.get("now", 0.0))
+            self._add(name, number, step.get("now", 0.0), None)
         for name in step.get("ready", ()):
             core.mark_ready(name)
         for name in step.get("abort", ()):
             self._abort(name)
+
+    def _add(self, name: str, number: int, now: float, output: list[int] | None) -> None:
+        request = trace_request(self._trace, name, len(self._names))
+        if output is not None:
+            request = replace(request, output_token_ids=np.array(output, dtype=np.int32))
+        self._names.append(name)
+        self._sums.arrived(name, number)
+        if self._core.refusal(len(request.prompt_token_ids), request.max_tokens) is None:
+            self._key_by_name[name] = request.key
+            self._core.add_request(request, now)
 
     def _abort(self, name: str) -> None:
         if name in self._key_by_name:
@@ -235,6 +244,15 @@ class _Trial:
         return known + [0] * (1 + num_accepted - len(known))
 
 
+def _live_at_start(trace: Record) -> dict[str, list[int]]:
+    """What requests had generated before a recording that begins in the middle of a run."""
+    if "start" not in trace:
+        return {}
+    state = trace["start"]["state"]
+    names = (*state["running"], *state["skipped"], *state["waiting"])
+    return {name: state["requests"][name]["output"] for name in names}
+
+
 def _outputs_by_name(trace: Record) -> dict[str, list[int]]:
     outputs: dict[str, list[int]] = {name: [] for name in trace["requests"]}
     for step in trace["steps"]:
@@ -246,11 +264,12 @@ def _outputs_by_name(trace: Record) -> dict[str, list[int]]:
 def _acceptance(trace: Record) -> float:
     """The share of drafts that the recorded worker accepted."""
     num_drafted = num_accepted = 0
+    drafts_by_step = {step["i"]: step.get("sched", {}).get("spec", {}) for step in trace["steps"]}
     for step in trace["steps"]:
         update = step.get("update")
         if update is None:
             continue
-        for name, drafts in trace["steps"][update["of"]]["sched"].get("spec", {}).items():
+        for name, drafts in drafts_by_step.get(update["of"], {}).items():
             if name in update["sampled"]:
                 num_drafted += len(drafts)
                 num_accepted += len(update["sampled"][name]) - 1

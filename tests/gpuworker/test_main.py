@@ -11,6 +11,7 @@ import pytest
 import transformers
 from grpc_health.v1 import health_pb2, health_pb2_grpc
 
+from headrace.service.errors import from_rpc_error
 from headrace.v1 import gpuworker_pb2, gpuworker_pb2_grpc
 from tests.gpuworker.tiny import LLAMA, save_checkpoint
 from tests.headrace.waiting import eventually
@@ -65,10 +66,17 @@ async def test_serves_from_start_to_sigterm(tmp_path: Path) -> None:
         assert (worker.num_kv_blocks, worker.block_size) == (50, 32)
         assert (worker.max_model_len, worker.max_num_seqs) == (100, 3)
         assert worker.max_num_batched_tokens == 64
-    process.send_signal(signal.SIGTERM)
+        stream = stub.Execute()
+        await stream.write(gpuworker_pb2.StepPlan(step_id=1))
+        assert (await stream.read()).step_id == 1
+        process.send_signal(signal.SIGTERM)
+        with pytest.raises(grpc.aio.AioRpcError) as ended:
+            await stream.read()
+    assert from_rpc_error(ended.value).reason == "DRAINED"
     _, stderr = await process.communicate()
     assert process.returncode == 0
     assert b"loaded tiny" in stderr
+    assert b"Traceback" not in stderr
 
 
 async def test_a_truncated_model_ends_the_process_with_the_tensors_name(tmp_path: Path) -> None:

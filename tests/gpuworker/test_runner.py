@@ -53,7 +53,11 @@ def settings(i: int) -> SamplingSettings:
     return kinds[i % len(kinds)]
 
 
-def test_32_requests_with_preemptions_give_what_each_gives_alone(driver: Driver) -> None:
+@pytest.mark.parametrize("attention", ["auto", "torch"])
+def test_32_requests_with_preemptions_give_what_each_gives_alone(
+    checkpoint: Path, attention: str
+) -> None:
+    driver = Driver(make_runner(checkpoint, num_kv_blocks=300, attention=attention))
     num_output = 12
     alone = []
     for i, tokens in enumerate(prompts(32)):

@@ -8,8 +8,8 @@ import torch
 import transformers
 
 from gpuworker import kv_pool
-from gpuworker.attention.cpu import TorchAttention
 from gpuworker.core.input_batch import BatchLimits
+from gpuworker.engine import attention_backend
 from gpuworker.models.loader import load_decoder
 from gpuworker.models.source import open_source
 from gpuworker.runner import ModelRunner
@@ -48,8 +48,9 @@ def make_runner(
     max_num_seqs: int = 40,
     dtype: torch.dtype = torch.float32,
     num_spec_tokens: int = 0,
+    attention: str = "auto",
 ) -> ModelRunner:
-    """A runner on the CPU; unused KV slots are poisoned."""
+    """A runner on the CPU, with attention as the worker has it; unused KV slots are poisoned."""
     device = torch.device("cpu")
     source = open_source(model)
     decoder = load_decoder(source, device, dtype, lambda _done, _all: None)
@@ -68,5 +69,5 @@ def make_runner(
         eos_token_ids=source.eos_token_ids,
     )
     shape = kv_pool.kv_shape(config, num_kv_blocks, block_size)
-    attention = TorchAttention(shape, config.attention.num_heads, device)
-    return ModelRunner(decoder, attention, kv, limits, time.perf_counter, num_spec_tokens)
+    backend = attention_backend(attention, shape, config, (device, dtype))
+    return ModelRunner(decoder, backend, kv, limits, time.perf_counter, num_spec_tokens)

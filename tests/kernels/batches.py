@@ -38,7 +38,7 @@ class Case:
 class Step:
     """A case's tensors: fresh random numbers, NaN in every slot that no context covers."""
 
-    def __init__(self, case: Case) -> None:
+    def __init__(self, case: Case, device: torch.device = CPU) -> None:
         self.case = case
         rng = np.random.default_rng(case.seed)
         generator = torch.Generator().manual_seed(case.seed)
@@ -66,11 +66,12 @@ class Step:
             return torch.randn(*size, generator=generator).to(case.dtype)
 
         # As the model gives them: slices of one product, tokens further apart than their heads.
-        heads = random(num_rows, case.num_heads + 2 * case.num_kv_heads, case.head_dim)
+        heads = random(num_rows, case.num_heads + 2 * case.num_kv_heads, case.head_dim).to(device)
         self.query, self.key, self.value = heads.split(
             [case.num_heads, case.num_kv_heads, case.num_kv_heads], dim=1
         )
-        self.kv = self._pool(random)
+        pool = self._pool(random)
+        self.kv = LayerKv(pool.key.to(device), pool.value.to(device))
 
     def _pool(self, random: object) -> LayerKv:
         """Pools with numbers where a context reaches before this step, NaN elsewhere."""

@@ -20,7 +20,7 @@ from scheduler.core.plan import (
 from scheduler.core.recording import Recorder
 from scheduler.core.replay import first_difference
 from scheduler.core.scheduler import SchedulerCore
-from scheduler.core.trace import Record, assemble, header
+from scheduler.core.trace import Record, assemble
 
 EOS = 2
 MAX_MODEL_LEN = 48
@@ -85,10 +85,13 @@ class SchedulerMachine(RuleBasedStateMachine):
         self.random = np.random.default_rng(seed)
         self.now = 0.0
         self.records: tuple[list[Record], list[Record]] = ([], [])
-        self.cores = tuple(
-            Recorder(SchedulerCore(config, max_walked_rows=walked), records.append)
-            for walked, records in zip((0, 10**6), self.records, strict=True)
+        # The first core's records, in files that each begin where the one before ended.
+        self.files: list[list[Record]] = []
+        self.cores = (
+            Recorder(SchedulerCore(config, max_walked_rows=0), self._record),
+            Recorder(SchedulerCore(config, max_walked_rows=10**6), self.records[1].append),
         )
+        self.begin_file()
         self.by_columns = self.cores[0].core
         self.num_added = 0
         self.unblocked: dict[int, bool] = {}
@@ -146,6 +149,12 @@ class SchedulerMachine(RuleBasedStateMachine):
                 self._update()
             abort_mid = False
 
+    @rule()
+    def begin_file(self) -> None:
+        first, second = (core.header("run") for core in self.cores)
+        assert first == second
+        self.files.append([first])
+
     @invariant()
     def every_block_has_one_owner(self) -> None:
         if hasattr(self, "cores"):
@@ -172,8 +181,10 @@ class SchedulerMachine(RuleBasedStateMachine):
         if self.config.policy == "fcfs":
             in_order = [key for key in self.first_admissions if self.unblocked[key]]
             assert in_order == sorted(in_order), "somebody overtook under FCFS"
-        trace = assemble([header(self.config, "run"), *self.records[0]])
-        assert first_difference(json.loads(json.dumps(trace))) is None
+        for number, records in enumerate(self.files):
+            trace = assemble(json.loads(json.dumps(records)))
+            difference = first_difference(trace)
+            assert difference is None, f"file {number}: {difference}"
 
     def _run_to_the_end(self) -> None:
         self.set_pause(Pause.UNPAUSED)
@@ -193,6 +204,10 @@ class SchedulerMachine(RuleBasedStateMachine):
                 self._abort(key)
         for core in self.cores:
             core.end_step()
+
+    def _record(self, record: Record) -> None:
+        self.records[0].append(record)
+        self.files[-1].append(record)
 
     def _abort(self, key: int) -> None:
         first, second = (core.abort(key) for core in self.cores)

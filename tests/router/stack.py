@@ -13,7 +13,7 @@ from headrace.status.states import Writer
 from headrace.status.store import StatusStore
 from headrace.v1 import inference_pb2, inference_pb2_grpc
 from router.__main__ import build_router
-from router.config import RouterConfig
+from router.config import RouterConfig, TenantConfig, TenantsConfig, rules_of
 from router.prompts import PromptReader
 from router.router import Router
 from router.rpc.inference import FULL_NAME, InferenceServicer, Services
@@ -79,14 +79,17 @@ class Stack:
 
 @contextlib.asynccontextmanager
 async def running_stack(*, schedulers=None, models=None, scheduler=None, store_url="", **settings):
+    tenant = TenantConfig(**settings.pop("tenant", {}))
+    named = {name: TenantConfig(**values) for name, values in settings.pop("named", {}).items()}
     config = RouterConfig(**settings)
+    rules = rules_of(config, tenant, TenantsConfig(named=named))
     async with contextlib.AsyncExitStack() as stack:
         if schedulers is None:
             schedulers = [await stack.enter_async_context(scheduler or FakeScheduler())]
         store = await stack.enter_async_context(StatusStore(store_url, Writer.ROUTER))
         prompts = PromptReader()
         stack.callback(prompts.close)
-        router = build_router(config, store, "router-0")
+        router = build_router(config, rules, store, "router-0")
         clients = []
         for one in schedulers:
             channel = open_channel(one.address, ChannelConfig())

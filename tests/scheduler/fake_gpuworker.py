@@ -194,6 +194,7 @@ class FakeGpuWorker(gpuworker_pb2_grpc.GpuWorkerServicer):
         self.errors: list[AssertionError] = []
         self.changed = asyncio.Condition()
         self._num_allowed: int | None = None
+        self._num_held = 0
         self._server: GrpcServer | None = None
         self._incarnation = ""
 
@@ -270,13 +271,26 @@ class FakeGpuWorker(gpuworker_pb2_grpc.GpuWorkerServicer):
                 await asyncio.sleep(self.pace_s)
             yield result
 
+    @property
+    def is_held(self) -> bool:
+        """Whether a step is held up and no other is allowed."""
+        return self._num_held > 0 and self._num_allowed == 0
+
+    async def held(self) -> None:
+        """Wait until it is held."""
+        async with self.changed:
+            await self.changed.wait_for(lambda: self.is_held)
+
     async def _begin_step(self) -> None:
         async with self.changed:
             self.num_steps_begun += 1
+            self._num_held += 1
             self.changed.notify_all()
-            if self._num_allowed is not None:
+            try:
                 await self.changed.wait_for(
                     lambda: self._num_allowed is None or self._num_allowed > 0
                 )
+            finally:
+                self._num_held -= 1
             if self._num_allowed is not None:
                 self._num_allowed -= 1

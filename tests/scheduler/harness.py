@@ -26,7 +26,7 @@ from scheduler.switchboard import Switchboard
 from scheduler.worker import WorkerState
 from tests.scheduler.fake_gpuworker import FakeGpuWorker
 
-PATIENCE_S = 8.0
+PATIENCE_S = 15.0
 
 
 async def until(condition: Callable[[], bool]) -> None:
@@ -176,9 +176,9 @@ class FakeRouter:
             cancellations=[scheduler_pb2.Cancellation(handle=h, reason=reason) for h in handles]
         )
 
-    async def finished(self, *handles: int) -> list[list[int]]:
+    async def finished(self, *handles: int, patience_s: float = PATIENCE_S) -> list[list[int]]:
         """Tokens of each, once all have ended."""
-        await self.wait_for(lambda: all(self.received[h].finished for h in handles))
+        await self.wait_for(lambda: all(self.received[h].finished for h in handles), patience_s)
         return [self.received[h].token_ids for h in handles]
 
     async def has_tokens(self, handle: int, num_tokens: int) -> None:
@@ -192,8 +192,8 @@ class FakeRouter:
         await self.wait_for(lambda: self.is_over)
         return self.error
 
-    async def wait_for(self, condition: Callable[[], bool]) -> None:
-        async with asyncio.timeout(PATIENCE_S), self.changed:
+    async def wait_for(self, condition: Callable[[], bool], patience_s: float = PATIENCE_S) -> None:
+        async with asyncio.timeout(patience_s), self.changed:
             await self.changed.wait_for(condition)
 
     async def read(self) -> None:

@@ -86,7 +86,7 @@ async def test_five_hundred_requests_on_a_tiny_pool_are_preempted_and_all_finish
         await scheduler.ready()
         async with router_to(scheduler) as router:
             handles = await router.submit_all(list(zip(prompts, lengths, strict=True)))
-            tokens = await router.finished(*handles)
+            tokens = await router.finished(*handles, patience_s=60)
             received = [router.received[handle] for handle in handles]
     assert tokens == [expected_tokens(p, n) for p, n in zip(prompts, lengths, strict=True)]
     assert sum(r.finished.num_preemptions for r in received) > 10
@@ -179,18 +179,26 @@ async def test_a_preempted_request_can_be_aborted_while_it_waits(depth):
     async with running_scheduler([worker], settings(pipeline_depth=depth)) as scheduler:
         await scheduler.ready()
         async with router_to(scheduler) as router:
+            worker.hold()
             elder = await router.submit(list(range(20, 28)), 20)
             younger = await router.submit(list(range(30, 38)), 20)
             # 8 blocks of 4 tokens hold 32 of the 56 tokens they need: the younger gives way.
             engine = scheduler.pool._workers[0].engine
-            await until(lambda: engine.num_running == 1 and engine._core.num_waiting == 1)
-            worker.hold()
-            await until(lambda: engine.num_running == 1 and engine._core.num_waiting == 1)
+            while not _num_preemptions(engine, "r0-1"):
+                await worker.held()
+                await worker.release(1)
+            await worker.held()
+            assert (engine.num_running, engine._core.num_waiting) == (1, 1)
             await router.cancel(younger)
             await router.finished(younger)
             await worker.release()
             assert await router.finished(elder) == [expected_tokens(list(range(20, 28)), 20)]
-    assert router.received[younger].finished.num_preemptions >= 1
+    assert router.received[younger].finished.num_preemptions == 1
+
+
+def _num_preemptions(engine, request_id: str) -> int:
+    explanation = engine.explain(request_id)
+    return explanation.num_preemptions if explanation is not None else 0
 
 
 @pytest.mark.parametrize(

@@ -115,14 +115,16 @@ async def test_status_records_follow_a_request_through_preemption_to_its_end(wor
                         Update(request_id=name, state=state, time_unix_s=time.time(), epoch=1)
                     )
             # 8 blocks of 4 tokens: together they need 14.
+            worker.hold()
             handles = await router.submit_all([([20] * 8, 20), ([30] * 8, 20)])
-            await router.has_tokens(handles[0], 12)
 
             async def is_preempted() -> bool:
+                await worker.release(1)
                 record = await store.get("r0-1")
-                return record is not None and record.state in {State.PREEMPTED, State.RUNNING}
+                return record is not None and record.state is State.PREEMPTED
 
             await eventually(is_preempted)
+            await worker.release()
             await router.finished(*handles)
 
             async def are_recorded() -> bool:

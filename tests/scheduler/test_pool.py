@@ -1,5 +1,6 @@
 """Workers that come late, die, hang and come back; requests that outlive them."""
 
+import random
 import time
 
 import pytest
@@ -199,3 +200,37 @@ async def test_a_result_that_answers_another_step_ends_the_incarnation():
             worker.step_id_offset = 1
             handle = await router.submit(PROMPTS[0], 60)
             assert await router.finished(handle) == [expected_tokens(PROMPTS[0], 60)]
+
+
+@pytest.mark.parametrize("depth", [1, 2])
+async def test_workers_that_die_again_and_again_lose_no_token_of_anybody(depth):
+    workers = [FakeGpuWorker(name, num_kv_blocks=20, max_num_seqs=6) for name in ("one", "other")]
+    for worker in workers:
+        await worker.start()
+    rng = random.Random(depth)
+    asks = [
+        ([rng.randrange(10, 900) for _ in range(rng.randrange(1, 20))], rng.randrange(1, 30))
+        for _ in range(60)
+    ]
+    settings = SchedulerSettings(pipeline_depth=depth)
+    async with running_scheduler(workers, settings, PoolSettings(max_num_losses=99)) as scheduler:
+        await scheduler.ready(2)
+        async with router_to(scheduler) as router:
+            handles = await router.submit_all(asks)
+            for _ in range(8):
+                victim = rng.choice(workers)
+                victim.hold()
+                await victim.release(rng.randrange(1, 12))
+                await until(lambda victim=victim: victim.is_held or not router_is_busy(scheduler))
+                await victim.kill()
+                await until(lambda: len(scheduler.ready_workers()) < 2)
+                await victim.start()
+                await victim.release()
+                await scheduler.ready(2)
+            assert await router.finished(*handles) == [
+                expected_tokens(prompt, num_tokens) for prompt, num_tokens in asks
+            ]
+
+
+def router_is_busy(scheduler) -> bool:
+    return bool(len(scheduler.switchboard.requests))

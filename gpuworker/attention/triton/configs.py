@@ -113,7 +113,7 @@ def _chunk_rule(target: Target, key: ConfigKey) -> TileConfig:
         block_m=64 if is_wide else 128,
         block_n=block_n,
         num_warps=4 if is_wide and not is_tight else 8,
-        num_stages=1 if target.is_amd else 2,
+        num_stages=1 if target.is_amd else 3,
         skips_masks=True,
         uses_descriptors=_can_use_descriptors(target, key) and key.page == block_n,
     )

@@ -260,11 +260,11 @@ def merge_splits(
         is_split = splits < num_splits
         rows = (first_row + splits * stride).to(tl.int64) * NUM_HEADS + head
         lse = tl.load(partial_lse + rows, mask=is_split, other=float("-inf"))
-        # A query's first splits are empty where its window begins after them.
+        # Finite from the start: splits have more keys than tiles have queries, so a window begins
+        # after the first split at most.
         new_highest = tl.maximum(highest, tl.max(lse, 0))
-        finite_highest = tl.where(new_highest == float("-inf"), 0.0, new_highest)
-        weights = tl.exp2(lse - finite_highest)
-        rescale = tl.exp2(highest - finite_highest)
+        weights = tl.exp2(lse - new_highest)
+        rescale = tl.exp2(highest - new_highest)
         parts = tl.load(
             partial_out + rows[:, None] * HEAD_DIM_PADDED + dims[None, :],
             mask=is_split[:, None],

@@ -1,4 +1,4 @@
-"""The CPU path against the definition of correct, on fresh random batches with poison around."""
+"""The CPU paths against the definition of correct, on fresh random batches with poison around."""
 
 from dataclasses import dataclass
 
@@ -7,7 +7,15 @@ import pytest
 import torch
 
 from gpuworker.attention.cpu import TorchAttention
-from gpuworker.attention.interface import AttentionLayer, KvShape, LayerKv, StepShape
+from gpuworker.attention.interface import (
+    AttentionBackend,
+    AttentionLayer,
+    KvShape,
+    LayerKv,
+    StepShape,
+)
+from gpuworker.attention.native import NativeAttention
+from gpuworker.attention.native_library import NativeUnavailableError
 from gpuworker.attention.reference import ReferenceAttention
 
 # (query tokens, context after the step) of each request.
@@ -89,9 +97,22 @@ def expected(case: Case, layer: AttentionLayer) -> torch.Tensor:
     return step.attend(case.query.double(), kv, layer)[: case.shape.num_tokens]
 
 
-def attended(case: Case, layer: AttentionLayer) -> torch.Tensor:
-    backend = TorchAttention(case.kv_shape, case.num_heads, torch.device("cpu"))
-    step = backend.prepare(case.shape)
+@pytest.fixture(params=["torch", "native"])
+def backend(request: pytest.FixtureRequest) -> str:
+    return request.param
+
+
+def make_backend(name: str, case: Case, dtype: torch.dtype = torch.float32) -> AttentionBackend:
+    if name == "torch":
+        return TorchAttention(case.kv_shape, case.num_heads, torch.device("cpu"))
+    try:
+        return NativeAttention(case.kv_shape, case.num_heads, dtype)
+    except NativeUnavailableError as error:
+        pytest.skip(str(error))
+
+
+def attended(backend: str, case: Case, layer: AttentionLayer) -> torch.Tensor:
+    step = make_backend(backend, case).prepare(case.shape)
     step.write(case.kv, case.key, case.value)
     return step.attend(case.query, case.kv, layer)
 
@@ -106,34 +127,34 @@ LAYERS = {
 
 
 @pytest.mark.parametrize("layer", LAYERS.values(), ids=LAYERS.keys())
-def test_a_mixed_batch_equals_the_reference(layer: AttentionLayer) -> None:
+def test_a_mixed_batch_equals_the_reference(backend: str, layer: AttentionLayer) -> None:
     case = make_case(MIXED, seed=1)
-    result = attended(case, layer)[: case.shape.num_tokens].double()
+    result = attended(backend, case, layer)[: case.shape.num_tokens].double()
     torch.testing.assert_close(result, expected(case, layer), rtol=2e-5, atol=2e-5)
 
 
 @pytest.mark.parametrize("heads", [(1, 1), (4, 4), (8, 1), (9, 3), (10, 2)])
-@pytest.mark.parametrize("block_size", [8, 32, 128])
+@pytest.mark.parametrize("block_size", [16, 32, 128])
 def test_head_groups_and_block_sizes_equal_the_reference(
-    heads: tuple[int, int], block_size: int
+    backend: str, heads: tuple[int, int], block_size: int
 ) -> None:
     requests = ((1, 77), (4, 9), (33, 140))
     case = make_case(requests, heads=heads, head_dim=32, block_size=block_size, seed=2)
     layer = AttentionLayer(0.2)
-    result = attended(case, layer)[: case.shape.num_tokens].double()
+    result = attended(backend, case, layer)[: case.shape.num_tokens].double()
     torch.testing.assert_close(result, expected(case, layer), rtol=2e-5, atol=2e-5)
 
 
-def test_padded_rows_are_finite() -> None:
+def test_padded_rows_are_finite(backend: str) -> None:
     case = make_case(((1, 20), (6, 6)), num_padded=9)
     case.query[case.shape.num_tokens :] = torch.nan
-    assert torch.isfinite(attended(case, LAYERS["plain"])).all()
+    assert torch.isfinite(attended(backend, case, LAYERS["plain"])).all()
 
 
-def test_writing_changes_only_the_slots_of_the_step() -> None:
+def test_writing_changes_only_the_slots_of_the_step(backend: str) -> None:
     case = make_case(((1, 20), (6, 6)))
     before = case.kv.key.clone()
-    attended(case, LAYERS["plain"])
+    attended(backend, case, LAYERS["plain"])
     is_changed = ~torch.isclose(before, case.kv.key, rtol=0, atol=0, equal_nan=True)
     slots = is_changed.all(dim=(1, 3)).flatten().nonzero().squeeze(1)
     assert sorted(slots.tolist()) == sorted(case.shape.slot_mapping.tolist())
@@ -147,10 +168,12 @@ def _mask(slots: torch.Tensor, pool: torch.Tensor) -> torch.Tensor:
 
 
 @pytest.mark.parametrize("layer", [LAYERS["plain"], LAYERS["window and soft cap"]])
-def test_a_query_has_the_same_bits_alone_in_a_batch_and_in_a_chunk(layer: AttentionLayer) -> None:
+def test_a_query_has_the_same_bits_alone_in_a_batch_and_in_a_chunk(
+    backend: str, layer: AttentionLayer
+) -> None:
     seq_len = 261
     whole = make_case(((seq_len, seq_len),), heads=(9, 3), num_padded=0, seed=3)
-    all_at_once = attended(whole, layer)
+    all_at_once = attended(backend, whole, layer)
     for num_queries in (1, 2, 7, 100):
         chunk = make_case(
             ((num_queries, seq_len), (1, 500), (9, 30)), heads=(9, 3), num_padded=0, seed=4
@@ -167,8 +190,69 @@ def test_a_query_has_the_same_bits_alone_in_a_batch_and_in_a_chunk(layer: Attent
                 chunk.query[row] = whole.query[position]
                 chunk.key[row] = whole.key[position]
                 chunk.value[row] = whole.value[position]
-        result = attended(chunk, layer)[:num_queries]
+        result = attended(backend, chunk, layer)[:num_queries]
         assert torch.equal(result, all_at_once[seq_len - num_queries :])
+
+
+@pytest.mark.parametrize("head_dim", [16, 80, 96, 128, 256])
+def test_head_sizes_equal_the_reference(backend: str, head_dim: int) -> None:
+    case = make_case(((1, 50), (19, 40)), heads=(4, 2), head_dim=head_dim, seed=5)
+    layer = AttentionLayer(head_dim**-0.5, sliding_window=30)
+    result = attended(backend, case, layer)[: case.shape.num_tokens].double()
+    torch.testing.assert_close(result, expected(case, layer), rtol=2e-5, atol=2e-5)
+
+
+def test_bfloat16_equals_the_reference_on_the_same_values(backend: str) -> None:
+    case = make_case(MIXED, seed=6)
+    kv = LayerKv(case.kv.key.bfloat16(), case.kv.value.bfloat16())
+    narrow = [t.bfloat16() for t in (case.query, case.key, case.value)]
+    wide = Case(
+        case.shape,
+        case.kv_shape,
+        case.num_heads,
+        LayerKv(kv.key.float(), kv.value.float()),
+        *(t.float() for t in narrow),
+    )
+    step = make_backend(backend, case, torch.bfloat16).prepare(case.shape)
+    step.write(kv, narrow[1], narrow[2])
+    result = step.attend(narrow[0], kv, LAYERS["plain"])[: case.shape.num_tokens]
+    assert result.dtype == torch.bfloat16
+    # Half a unit in the last of bfloat16's eight bits, and a little.
+    torch.testing.assert_close(
+        result.double(), expected(wide, LAYERS["plain"]), rtol=2**-8, atol=1e-5
+    )
+
+
+def test_scores_of_any_size_do_not_overflow(backend: str) -> None:
+    case = make_case(((1, 300), (40, 90)), seed=7)
+    layer = AttentionLayer(40.0)
+    result = attended(backend, case, layer)[: case.shape.num_tokens].double()
+    torch.testing.assert_close(result, expected(case, layer), rtol=1e-3, atol=1e-3)
+
+
+def test_a_value_that_is_not_finite_reaches_every_query_that_sees_it(backend: str) -> None:
+    case = make_case(((1, 40), (2, 20)), seed=8)
+    case.kv.value[case.shape.block_table[0, 1], :, 3] = torch.nan
+    result = attended(backend, case, LAYERS["plain"])
+    assert torch.isnan(result[0]).all()
+    assert torch.isfinite(result[1:]).all()
+
+
+def test_strided_heads_are_read_where_they_lie(backend: str) -> None:
+    case = make_case(MIXED, seed=9)
+    fused = torch.cat((case.query, case.key, case.value), dim=1)
+    expected_result = expected(case, LAYERS["plain"])
+    case.query, case.key, case.value = fused[:, :6], fused[:, 6:8], fused[:, 8:]
+    result = attended(backend, case, LAYERS["plain"])[: case.shape.num_tokens].double()
+    torch.testing.assert_close(result, expected_result, rtol=2e-5, atol=2e-5)
+
+
+def test_the_native_kernel_has_no_code_for_odd_sizes() -> None:
+    for shape in (KvShape(4, 8, 1, 64), KvShape(4, 16, 1, 72)):
+        with pytest.raises(NativeUnavailableError, match="no code for"):
+            NativeAttention(shape, 1, torch.float32)
+    with pytest.raises(NativeUnavailableError, match="no code for"):
+        NativeAttention(KvShape(4, 16, 1, 64), 1, torch.float16)
 
 
 def test_a_block_size_that_does_not_divide_a_tile_is_refused() -> None:

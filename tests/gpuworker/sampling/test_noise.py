@@ -1,9 +1,10 @@
 """The noise is Gumbel's, and a function of seed, position and token."""
 
 import numpy as np
+import pytest
 import torch
 
-from gpuworker.sampling.noise import gumbel
+from gpuworker.sampling.noise import gumbel, gumbel_argmax
 
 MASK = (1 << 64) - 1
 
@@ -46,3 +47,24 @@ def test_neighbouring_seeds_and_positions_are_unrelated() -> None:
     noise = gumbel(seeds, torch.tensor([4, 4, 5]), tokens).numpy()
     correlations = np.corrcoef(noise)[np.triu_indices(3, 1)]
     assert np.abs(correlations).max() < 4.5 / np.sqrt(50_000)
+
+
+@pytest.mark.parametrize("spread", [0.0, 0.3, 3.0, 300.0])
+def test_the_fast_maximum_is_that_of_float64(spread: float) -> None:
+    generator = torch.Generator().manual_seed(1)
+    for vocab_size in (3, 16, 5000):
+        scaled = torch.randn(300, vocab_size, generator=generator) * spread
+        seeds, positions = torch.arange(300) * 7919, torch.arange(300)
+        every = torch.arange(vocab_size)[None]
+        expected = (gumbel(seeds, positions, every) + scaled).argmax(-1)
+        assert torch.equal(gumbel_argmax(scaled, seeds, positions), expected)
+
+
+def test_a_rough_look_may_not_decide_alone(monkeypatch: pytest.MonkeyPatch) -> None:
+    """With two finalists rows are often unsure, and are looked at in full."""
+    monkeypatch.setattr("gpuworker.sampling.noise._NUM_FINALISTS", 2)
+    scaled = torch.zeros(300, 1000)
+    seeds, positions = torch.arange(300), torch.zeros(300, dtype=torch.int64)
+    every = torch.arange(1000)[None]
+    expected = gumbel(seeds, positions, every).argmax(-1)
+    assert torch.equal(gumbel_argmax(scaled, seeds, positions), expected)

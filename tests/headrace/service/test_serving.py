@@ -36,6 +36,10 @@ class Servicer(inference_pb2_grpc.InferenceServicer):
                 raise errors.exhausted("QUEUE_FULL", "the queue is full", retry_after_s=1.5)
             case "bug":
                 raise KeyError("secret")
+            case "long":
+                raise errors.invalid(
+                    "request_id", "\N{SNOWMAN}" * 100_000 + " is too long; shorten it"
+                )
         raise errors.invalid("request_id", "must not be empty")
 
     async def Generate(self, request, context):
@@ -84,6 +88,15 @@ async def test_a_bug_becomes_internal_without_its_text(caplog) -> None:
     assert error.code is grpc.StatusCode.INTERNAL
     assert "secret" not in error.message
     assert "secret" in caplog.text
+
+
+async def test_a_long_message_still_reaches_the_caller_as_the_error_it_is() -> None:
+    async with serving() as address:
+        error = await status_error(address, "long")
+    assert (error.code, error.field) == (grpc.StatusCode.INVALID_ARGUMENT, "request_id")
+    assert error.message.startswith("request_id: \N{SNOWMAN}")
+    assert error.message.endswith("\N{SNOWMAN} is too long; shorten it")
+    assert len(error.message.encode()) <= 1000
 
 
 async def test_an_error_in_a_stream_follows_what_was_sent() -> None:

@@ -1,6 +1,18 @@
 """Who is let in: what can be served, in time, with room to wait."""
 
-from router.core.admission import Admit, Ask, Capacity, Limits, QueueLoad, Reason, decide
+import pytest
+
+from router.core.admission import (
+    Admit,
+    Ask,
+    Capacity,
+    Limits,
+    QueueLoad,
+    Reason,
+    Situation,
+    TenantLimits,
+    decide,
+)
 
 LIMITS = Limits(max_queued_requests=10, max_queued_tokens=1000)
 EMPTY = QueueLoad(0, 0)
@@ -11,8 +23,10 @@ def ask(num_prompt_tokens=10, **changes):
     return Ask(num_prompt_tokens=num_prompt_tokens, **changes)
 
 
-def admit(a, *, capacities=ONE_WORKER, load=EMPTY, now=5.0):
-    return decide(a, capacities, load, LIMITS, now)
+def admit(a, *, capacities=ONE_WORKER, load=EMPTY, tenant_load=EMPTY, now=5.0, **facts):
+    limits = TenantLimits(max_queued_requests=5, max_queued_tokens=500)
+    situation = Situation(capacities=capacities, load=load, tenant_load=tenant_load, **facts)
+    return decide(a, situation, LIMITS, limits, now)
 
 
 def reason(*args, **kwargs):
@@ -79,3 +93,33 @@ def test_several_completions_count_one_by_one():
 
 def test_what_can_never_be_served_is_said_before_what_may_pass():
     assert reason(ask(100, deadline=1.0), load=QueueLoad(10, 0)) is Reason.PROMPT_TOO_LONG
+
+
+def test_a_tenant_has_a_cap_of_its_own():
+    assert isinstance(admit(ask(), tenant_load=QueueLoad(4, 490)), Admit)
+    assert reason(ask(), tenant_load=QueueLoad(5, 0)) is Reason.TENANT_QUEUE_FULL
+    assert reason(ask(), tenant_load=QueueLoad(0, 491)) is Reason.TENANT_QUEUE_FULL
+
+
+def test_a_deadline_before_the_predicted_wait_is_over_is_out_of_reach():
+    refusal = admit(ask(deadline=8.0), predicted_wait_s=3.1)
+    assert refusal.reason is Reason.DEADLINE_OUT_OF_REACH
+    assert "3.0 s away" in refusal.message
+    assert isinstance(admit(ask(deadline=8.0), predicted_wait_s=2.9), Admit)
+    assert isinstance(admit(ask(), predicted_wait_s=1e9), Admit)
+
+
+@pytest.mark.parametrize(
+    ("num_tokens", "tokens_per_s", "expected"),
+    [(800, None, 1.0), (800, 100.0, 4.0), (800, 1e6, 0.1), (800, 0.1, 60.0)],
+)
+def test_a_full_queue_says_when_half_of_it_will_be_gone(num_tokens, tokens_per_s, expected):
+    refusal = admit(ask(), load=QueueLoad(10, num_tokens), tokens_per_s=tokens_per_s)
+    assert refusal.retry_after_s == expected
+
+
+def test_limits_of_zero_are_none():
+    situation = Situation(
+        capacities=ONE_WORKER, load=QueueLoad(10**6, 10**9), tenant_load=QueueLoad(10**6, 10**9)
+    )
+    assert isinstance(decide(ask(), situation, Limits(), TenantLimits(), 5.0), Admit)

@@ -3,11 +3,20 @@
 from hypothesis import given
 from hypothesis import strategies as st
 
+from router.core.fairness import FairShare
 from router.core.global_queue import Entry, GlobalQueue
 
 
-def entry(key, *, arrival=None, num_tokens=1, priority=0):
-    return Entry(key, key if arrival is None else arrival, num_tokens, priority, f"request {key}")
+def entry(key, *, arrival=0.0, num_tokens=1, priority=0, tenant=""):
+    return Entry(
+        key=key,
+        order=key,
+        arrival=arrival,
+        num_tokens=num_tokens,
+        priority=priority,
+        tenant=tenant,
+        item=f"request {key}",
+    )
 
 
 def drain(queue, keys_by_item):
@@ -58,6 +67,7 @@ def test_removing_what_does_not_wait_changes_nothing():
     assert queue.remove(1)
     assert not queue.remove(1)
     assert (len(queue), queue.num_tokens, queue.peek()) == (0, 0, None)
+    assert (queue._lines, queue._load_by_tenant) == ({}, {})
 
 
 def test_places_of_removed_requests_do_not_pile_up():
@@ -66,7 +76,7 @@ def test_places_of_removed_requests_do_not_pile_up():
     for key in range(1, 10_000):
         queue.push(entry(key))
         queue.remove(key)
-    assert len(queue._heap) < 100
+    assert sum(len(line) for line in queue._lines.values()) < 100
 
 
 steps = st.lists(
@@ -87,7 +97,7 @@ def test_equals_a_sorted_list_under_any_use(steps, policy):
         elif action == "pop" and model:
 
             def rank(e):
-                return (e.priority if policy == "priority" else 0, e.arrival)
+                return (e.priority if policy == "priority" else 0, e.order)
 
             expected = min(model.values(), key=rank)
             assert queue.peek() == expected.item
@@ -96,3 +106,54 @@ def test_equals_a_sorted_list_under_any_use(steps, policy):
         assert len(queue) == len(model)
         assert queue.num_tokens == sum(e.num_tokens for e in model.values())
         assert sorted(queue) == sorted(e.item for e in model.values())
+
+
+def test_aging_makes_a_priority_worth_some_seconds_of_waiting():
+    queue = GlobalQueue("priority", aging_s=10.0)
+    patient = entry(1, arrival=0.0, priority=1)
+    for one in (patient, entry(2, arrival=9.0), entry(3, arrival=11.0), entry(4, arrival=12.0)):
+        queue.push(one)
+    assert drain(queue, {f"request {k}": k for k in range(1, 5)}) == [2, 1, 3, 4]
+
+
+def test_without_aging_priority_is_strict():
+    queue, keys = filled(
+        "priority", entry(1, arrival=0.0, priority=1), entry(2, arrival=1e9, priority=0)
+    )
+    assert drain(queue, keys) == [2, 1]
+
+
+def test_loads_are_known_by_tenant():
+    queue, _ = filled("fcfs", entry(1, tenant="a", num_tokens=5), entry(2, tenant="b"))
+    assert (queue.load_of("a").num_requests, queue.load_of("a").num_tokens) == (1, 5)
+    queue.remove(1)
+    assert queue.load_of("a").num_requests == queue.load_of("never").num_requests == 0
+
+
+def test_tokens_ahead_are_what_goes_before_a_new_request_at_most():
+    entries = [entry(1, tenant="a", num_tokens=900), entry(2, tenant="b", num_tokens=10)]
+    assert filled("fcfs", *entries)[0].tokens_ahead("b") == 910
+    assert filled("fair", *entries)[0].tokens_ahead("b") == 20
+    assert filled("fair", *entries)[0].tokens_ahead("a") == 910
+    assert filled("fair", *entries)[0].tokens_ahead("new") == 0
+    assert filled("priority", *entries)[0].tokens_ahead("b") == 0
+
+
+def test_fair_takes_turns_between_tenants_and_priority_inside_one():
+    shares = FairShare()
+    queue = GlobalQueue("fair", shares)
+    entries = [
+        entry(1, tenant="a", num_tokens=10),
+        entry(2, tenant="a", num_tokens=10, priority=-1),
+        entry(3, tenant="b", num_tokens=10),
+        entry(4, tenant="b", num_tokens=10),
+    ]
+    keys = {one.item: one for one in entries}
+    for one in entries:
+        queue.push(one)
+    order = []
+    while (item := queue.peek()) is not None:
+        order.append(keys[item].key)
+        queue.remove(order[-1])
+        shares.account(keys[item].tenant).charge_prompt(keys[item].num_tokens)
+    assert order == [2, 3, 1, 4]

@@ -1,9 +1,11 @@
 """Where requests go: ready workers with credit, and credit that a burst cannot overshoot."""
 
+import numpy as np
 from hypothesis import given
 from hypothesis import strategies as st
 
-from router.core.placement import Pool, WorkerReport, WorkerState
+from router.core.placement import Pool, Role, WorkerReport, WorkerState
+from router.core.prefix_index import prefix_of
 
 NOW = 100.0
 
@@ -32,23 +34,23 @@ def pool_of(*reports, waiting_allowance=2, is_draining=False, scheduler="s"):
     return pool
 
 
-def choose(pool, num_prompt_tokens=10, *, max_tokens=1, model="m", now=NOW):
-    return pool.choose(model, num_prompt_tokens=num_prompt_tokens, max_tokens=max_tokens, now=now)
+def choose(pool, num_prompt_tokens=10, *, max_tokens=1, model="m", now=NOW, prefix=()):
+    return pool.choose(
+        model, num_prompt_tokens=num_prompt_tokens, max_tokens=max_tokens, now=now, prefix=prefix
+    )
 
 
-def send(pool, num_prompt_tokens=10):
-    """The worker chosen, with the request counted as sent."""
-    key = choose(pool, num_prompt_tokens)
-    if key is not None:
-        pool.sent(key, num_prompt_tokens)
-    return key
+def send(pool, num_prompt_tokens=10, prefix=()):
+    """The request as sent to the worker chosen for it; None when there is none."""
+    key = choose(pool, num_prompt_tokens, prefix=prefix)
+    return None if key is None else pool.send(key, num_prompt_tokens, prefix)
 
 
 def send_all(pool, num_prompt_tokens=10):
-    sent = []
-    while (key := send(pool, num_prompt_tokens)) is not None:
-        sent.append(key)
-    return sent
+    found = []
+    while (sent := send(pool, num_prompt_tokens)) is not None:
+        found.append(sent)
+    return found
 
 
 def test_a_burst_inside_one_report_stops_at_the_slots_and_the_allowance():
@@ -62,7 +64,7 @@ def test_requests_of_other_routers_take_slots():
 def test_our_own_requests_in_a_report_are_not_counted_twice():
     pool = pool_of(report())
     for _ in range(4):
-        pool.admitted(send(pool), 10)
+        pool.admitted(send(pool), 0)
     pool.report("s", [report(num_running=4)], is_draining=False, now=NOW)
     assert len(send_all(pool)) == 2
 
@@ -72,8 +74,8 @@ def test_a_finished_request_gives_its_slot_back_before_the_next_report():
     sent = send_all(pool)
     pool.report("s", [report(num_running=4, num_waiting=2)], is_draining=False, now=NOW)
     assert send(pool) is None
-    pool.finished(sent[0], 10, was_admitted=False)
-    assert send(pool) == sent[0]
+    pool.finished(sent[0], was_admitted=False)
+    assert send(pool) is not None
 
 
 def test_prompts_not_admitted_yet_hold_their_blocks_but_a_few_may_wait_for_some():
@@ -85,8 +87,7 @@ def test_prompts_not_admitted_yet_hold_their_blocks_but_a_few_may_wait_for_some(
 
 def test_admitted_prompts_hold_their_blocks_until_a_report_shows_them():
     pool = pool_of(report(num_free_kv_blocks=20, max_num_seqs=50))
-    key = send(pool, 200)
-    pool.admitted(key, 200)
+    pool.admitted(send(pool, 200), 0)
     assert len(send_all(pool, 40)) == 2
     pool.report("s", [report(num_free_kv_blocks=80, max_num_seqs=50)], is_draining=False, now=NOW)
     assert len(send_all(pool, 40)) == 18
@@ -94,7 +95,7 @@ def test_admitted_prompts_hold_their_blocks_until_a_report_shows_them():
 
 def test_the_worker_with_the_smallest_share_taken_is_chosen():
     pool = pool_of(report("a", max_num_seqs=4), report("b", max_num_seqs=8))
-    chosen = [send(pool).worker_id for _ in range(6)]
+    chosen = [send(pool).worker.worker_id for _ in range(6)]
     assert chosen == ["a", "b", "b", "a", "b", "b"]
 
 
@@ -128,7 +129,7 @@ def test_a_restarted_worker_begins_with_all_its_credit():
     pool = pool_of(report())
     old = send_all(pool)
     pool.report("s", [report(incarnation="2")], is_draining=False, now=NOW)
-    pool.finished(old[0], 10, was_admitted=False)
+    pool.finished(old[0], was_admitted=False)
     assert pool.num_in_flight() == 0
     assert len(send_all(pool)) == 6
 
@@ -143,9 +144,9 @@ def test_a_worker_that_refused_is_passed_over_until_its_next_report():
 
 def test_a_forgotten_scheduler_takes_its_workers_along():
     pool = pool_of(report())
-    key = send(pool)
+    sent = send(pool)
     pool.forget("s")
-    pool.finished(key, 10, was_admitted=False)
+    pool.finished(sent, was_admitted=False)
     assert (choose(pool), pool.reports(), pool.num_in_flight()) == (None, [], 0)
 
 
@@ -160,21 +161,80 @@ def test_credit_is_whole_again_when_all_is_done(moves):
     pool = pool_of(report("a"), report("b", max_num_seqs=8))
     live = []
     for action, size in moves:
-        if action == "send" and (key := send(pool, size)) is not None:
-            live.append([key, size, False])
-        elif action == "admit" and live and not live[size % len(live)][2]:
-            live[size % len(live)][2] = True
-            pool.admitted(*live[size % len(live)][:2])
+        if action == "send" and (sent := send(pool, size)) is not None:
+            live.append([sent, False])
+        elif action == "admit" and live and not live[size % len(live)][1]:
+            live[size % len(live)][1] = True
+            pool.admitted(live[size % len(live)][0], size)
         elif action == "finish" and live:
-            key, tokens, was_admitted = live.pop(size % len(live))
-            pool.finished(key, tokens, was_admitted=was_admitted)
+            sent, was_admitted = live.pop(size % len(live))
+            pool.finished(sent, was_admitted=was_admitted)
         elif action == "report":
             again = [report("a"), report("b", max_num_seqs=8)]
             pool.report("s", again, is_draining=False, now=NOW)
         assert pool.num_in_flight() == len(live)
-    for key, tokens, was_admitted in live:
-        pool.finished(key, tokens, was_admitted=was_admitted)
+    for sent, was_admitted in live:
+        pool.finished(sent, was_admitted=was_admitted)
     workers = pool._schedulers["s"].workers.values()
-    assert [(w.num_in_flight, w.num_not_admitted, w.num_blocks_not_admitted) for w in workers] == [
-        (0, 0, 0)
-    ] * 2
+    for worker in workers:
+        assert (worker.num_in_flight, worker.num_not_admitted) == (0, 0)
+        assert (worker.num_tokens_not_admitted, worker.num_blocks_not_admitted) == (0, 0)
+
+
+ROOMY = {"max_num_seqs": 10, "num_kv_blocks": 10_000, "num_free_kv_blocks": 10_000}
+
+
+def roomy(worker_id, **changes):
+    return report(
+        worker_id, **(ROOMY | {"max_model_len": 10**5, "max_num_batched_tokens": 1000} | changes)
+    )
+
+
+def prompt(number, num_tokens=2000):
+    return prefix_of(np.full(num_tokens, number, np.int32))
+
+
+def admit(pool, sent, num_cached_tokens=0):
+    pool.admitted(sent, num_cached_tokens)
+    return sent
+
+
+def test_a_prompt_goes_where_its_prefix_is():
+    pool = pool_of(roomy("a"), roomy("b"))
+    first = admit(pool, send(pool, 2000, prompt(1)))
+    other = admit(pool, send(pool, 2000, prompt(2)))
+    assert {first.worker.worker_id, other.worker.worker_id} == {"a", "b"}
+    for sent, number in ((first, 1), (other, 2)):
+        assert choose(pool, 2000, prefix=prompt(number)) == sent.worker
+
+
+def test_a_hot_prefix_spreads_when_its_worker_fills_up():
+    pool = pool_of(roomy("a"), roomy("b"))
+    homes = [admit(pool, send(pool, 2000, prompt(1)), 1900).worker.worker_id for _ in range(16)]
+    assert homes[:4] == ["a"] * 4
+    assert 5 <= homes.count("b") <= 8
+
+
+def test_prompts_that_wait_for_admission_count_as_work_ahead():
+    pool = pool_of(roomy("a", max_num_seqs=1000), roomy("b", max_num_seqs=1000))
+    assert [send(pool, 3000).worker.worker_id for _ in range(4)] == ["a", "b", "a", "b"]
+
+
+def test_what_a_worker_turns_out_not_to_have_is_forgotten_with_all_that_is_older():
+    pool = pool_of(roomy("a"))
+    for number in (1, 2, 3):
+        pool.finished(admit(pool, send(pool, 2000, prompt(number))), was_admitted=True)
+    index = pool._schedulers["s"].workers["a"].prefixes
+    pool.finished(admit(pool, send(pool, 2000, prompt(2)), 64), was_admitted=True)
+    assert [index.num_matched(prompt(number)) for number in (1, 2, 3)] == [0, 31, 31]
+
+
+def test_another_salt_is_another_prefix():
+    tokens = np.ones(200, np.int32)
+    assert not set(prefix_of(tokens, "one")) & set(prefix_of(tokens, "two"))
+
+
+def test_decode_workers_get_prompts_only_when_there_are_no_others():
+    prefill, decode = roomy("a", role=Role.PREFILL, num_running=9), roomy("b", role=Role.DECODE)
+    assert choose(pool_of(prefill, decode)).worker_id == "a"
+    assert choose(pool_of(decode)).worker_id == "b"

@@ -6,6 +6,7 @@ import random
 import grpc.aio
 import pytest
 
+from headrace.service.errors import from_rpc_error
 from headrace.v1 import common_pb2
 from tests.router.fake_scheduler import FakeScheduler, Script, worker
 from tests.router.stack import running_stack
@@ -48,22 +49,42 @@ async def test_no_more_are_sent_than_a_worker_has_credit_for(stack):
         assert [m async for m in call][-1].usage.completion_tokens == 2
 
 
-async def test_a_caller_that_does_not_read_holds_up_nobody(stack):
+async def test_a_caller_that_does_not_read_holds_up_nobody():
     num_tokens = 4_000_000  # more than gRPC itself buffers for a stream
-    stack.scheduler.script = lambda s: Script([65] * s.sampling.max_tokens)
-    stack.scheduler.tokens_per_step = num_tokens // 400
-    stack.scheduler.set_workers(worker(max_model_len=2 * num_tokens, num_kv_blocks=num_tokens))
-    await stack.until(lambda: stack.router.pool.reports()[0].num_kv_blocks == num_tokens)
-    slow = stack.generate(sampling={"max_tokens": num_tokens})
-    first = await slow.read()
-    for _ in range(20):
-        assert await stack.text(sampling={"max_tokens": 20}) == TOKENIZER.decode([65] * 20)
-    await stack.until(lambda: not stack.scheduler.live)
-    messages = [first, *await stack.rest(slow)]
-    assert sum(len(m.outputs[0].token_ids) for m in messages) == num_tokens
-    # What came while nothing could be written is in one large message.
-    assert len(messages) < 400
-    assert max(len(m.outputs[0].token_ids) for m in messages) > num_tokens // 400
+    async with running_stack(max_unread_tokens=num_tokens) as stack:
+        stack.scheduler.script = lambda s: Script([65] * s.sampling.max_tokens)
+        stack.scheduler.tokens_per_step = num_tokens // 400
+        stack.scheduler.set_workers(worker(max_model_len=2 * num_tokens, num_kv_blocks=num_tokens))
+        await stack.until(lambda: stack.router.pool.reports()[0].num_kv_blocks == num_tokens)
+        slow = stack.generate(sampling={"max_tokens": num_tokens})
+        first = await slow.read()
+        for _ in range(20):
+            assert await stack.text(sampling={"max_tokens": 20}) == TOKENIZER.decode([65] * 20)
+        await stack.until(lambda: not stack.scheduler.live)
+        messages = [first, *await stack.rest(slow)]
+        assert sum(len(m.outputs[0].token_ids) for m in messages) == num_tokens
+        # What came while nothing could be written is in one large message.
+        assert len(messages) < 400
+        assert max(len(m.outputs[0].token_ids) for m in messages) > num_tokens // 400
+
+
+async def test_a_caller_that_leaves_too_much_unread_is_cut_off_in_words():
+    async with running_stack(max_unread_tokens=50_000) as stack:
+        stack.scheduler.script = lambda s: Script([65] * s.sampling.max_tokens)
+        stack.scheduler.tokens_per_step = 10_000
+        stack.scheduler.set_workers(worker(max_model_len=50_000_000, num_kv_blocks=10_000_000))
+        await stack.until(lambda: stack.router.pool.reports()[0].num_kv_blocks == 10_000_000)
+        slow = stack.generate(sampling={"max_tokens": 30_000_000})
+        await slow.read()
+        await stack.until(lambda: stack.scheduler.cancellations)
+        assert not stack.scheduler.live
+        with pytest.raises(grpc.aio.AioRpcError) as caught:
+            await stack.rest(slow)
+        error = from_rpc_error(caught.value)
+        assert (error.code, error.reason) == (
+            grpc.StatusCode.RESOURCE_EXHAUSTED,
+            "SLOW_CLIENT",
+        )
 
 
 @pytest.mark.parametrize("seed", range(2))

@@ -25,6 +25,7 @@ def request(**fields):
 
 
 def check(message):
+    wire.check_tenant(message.tenant)
     spec = wire.to_spec(
         message, BOUNDS, request_id="r", model=MODEL, deadline_unix_s=None, traceparent=""
     )

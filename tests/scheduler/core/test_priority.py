@@ -59,6 +59,23 @@ def test_those_behind_a_request_that_falls_itself_get_nothing(make_core: MakeCor
     assert driver.scheduled(driver.schedule()) == {"r1": 1}
 
 
+def test_a_victim_that_was_passed_over_costs_another_its_turn(make_core: MakeCore) -> None:
+    """As the reference: r0, throttled, falls for r1; r2 moves up to r1's place and is missed."""
+    driver = make_driver(make_core, num_gpu_blocks=5, long_prefill_token_threshold=8)
+    driver.add(new_request(0, 40, priority=9))
+    driver.step()
+    driver.add(*(new_request(key, length) for key, length in ((1, 8), (2, 7), (3, 6))))
+    driver.step()
+    for _ in range(8):
+        plan = driver.core.schedule(0.0, throttle_prefills=True)
+        assert driver.scheduled(plan) == {"r1": 1, "r2": 1, "r3": 1}
+        driver.update(plan)
+    plan = driver.core.schedule(0.0, throttle_prefills=True)
+    assert [(v.request_id, v.was_scheduled) for v in plan.facts.victims] == [("r0", False)]
+    assert driver.scheduled(plan) == {"r1": 1, "r3": 1}
+    driver.update(plan)
+
+
 def test_an_urgent_request_waits_when_preemption_for_it_is_off(make_core: MakeCore) -> None:
     driver = make_driver(make_core, max_num_seqs=1)
     driver.add(new_request(0, priority=5))

@@ -77,7 +77,6 @@ def record_run(act: Callable[[Recorder, Driver], None], **fields: Any) -> dict[s
     recorder = Recorder(core, records.append)
     driver = Driver(core)
     driver.core = recorder  # type: ignore[assignment]
-    recorder.state = core.state  # type: ignore[attr-defined]
     act(recorder, driver)
     recorder.end_step()
     return assemble(json.loads(json.dumps(records)))
@@ -125,3 +124,31 @@ def test_a_second_request_of_the_same_id_is_recorded_under_a_name_of_its_own() -
     trace = record_run(act)
     assert set(trace["requests"]) == {"same", "same~2"}
     assert first_difference(trace) is None
+
+
+@pytest.mark.parametrize("pipeline_depth", [1, 2])
+def test_a_recording_may_begin_in_the_middle_of_a_run(pipeline_depth: int) -> None:
+    """Each file of a rotating recording replays by itself: it holds the state to begin from."""
+    core = SchedulerCore(scheduler_config(num_gpu_blocks=9, pipeline_depth=pipeline_depth))
+    files: list[list[dict[str, Any]]] = []
+
+    def emit(record: dict[str, Any]) -> None:
+        files[-1].append(record)
+        if len(files[-1]) > 4:
+            files.append([recorder.header("next")])
+
+    recorder = Recorder(core, emit)
+    files.append([recorder.header("first")])
+    driver = Driver(core)
+    driver.core = recorder  # type: ignore[assignment]
+    driver.add(*(new_request(key, 20 + key, max_tokens=20) for key in range(6)))
+    flights = []
+    while core.has_unfinished:
+        flights.append(driver.schedule())
+        if len(flights) == pipeline_depth:
+            driver.update(flights.pop(0))
+    recorder.end_step()
+    assert len(files) > 5
+    assert any(step["sched"].get("preempted") for file in files for step in file[1:])
+    for file in files:
+        assert first_difference(assemble(json.loads(json.dumps(file)))) is None

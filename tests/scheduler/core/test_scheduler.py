@@ -200,6 +200,56 @@ def test_grammar_requests_hold_nobody_up_until_they_are_ready(make_core: MakeCor
     assert driver.scheduled(driver.schedule()) == {"r1": 1, "r0": 10}
 
 
+def test_a_request_that_waits_for_its_grammar_does_not_lift_the_throttle(
+    make_core: MakeCore,
+) -> None:
+    """Prefills are let through when capacity left somebody waiting, not when a grammar did."""
+    core = make_core()
+    driver = Driver(core)
+    driver.add(new_request(0), new_request(1, needs_grammar=True))
+    driver.step()
+    driver.add(new_request(2))
+    plan = core.schedule(0.0, throttle_prefills=True)
+    assert driver.scheduled(plan) == {"r0": 1}
+    assert plan.facts.passed_over[-1].reason is WaitReason.THROTTLED
+    driver.update(plan)
+
+
+@pytest.mark.parametrize(("num_prompt_tokens", "is_admitted"), [(1, True), (2, False)])
+def test_throttled_prefills_let_through_who_needs_one_token(
+    make_core: MakeCore, num_prompt_tokens: int, is_admitted: bool
+) -> None:
+    core = make_core()
+    driver = Driver(core)
+    driver.add(new_request(0))
+    driver.step()
+    driver.add(new_request(1, num_prompt_tokens))
+    plan = core.schedule(0.0, throttle_prefills=True)
+    assert ("r1" in driver.scheduled(plan)) is is_admitted
+    driver.update(plan)
+
+
+def test_prefills_are_not_throttled_when_nobody_decodes(make_core: MakeCore) -> None:
+    core = make_core(max_num_batched_tokens=16)
+    driver = Driver(core)
+    driver.add(new_request(0, 40))
+    driver.step()
+    plan = core.schedule(0.0, throttle_prefills=True)
+    assert driver.scheduled(plan) == {"r0": 16}
+    driver.update(plan)
+
+
+def test_a_draft_model_needs_room_ahead_of_the_tokens(make_core: MakeCore) -> None:
+    """16 tokens fill a block; three more slots are needed for the drafter's own KV."""
+    for kind, num_blocks in (("ngram", 1), ("draft", 2), ("eagle", 2)):
+        driver = Driver(make_core(num_spec_tokens=3, spec_kind=kind, num_gpu_blocks=4))
+        driver.add(new_request(0, 20), new_request(1, 16))
+        plan = driver.step()
+        assert plan.appended_block_rows.tolist().count(1) == (1 if kind == "ngram" else 0)
+        reasons = [fact.reason for fact in plan.facts.passed_over]
+        assert reasons == ([] if num_blocks == 1 else [WaitReason.BLOCKS])
+
+
 def test_pauses(make_core: MakeCore) -> None:
     core = make_core()
     driver = Driver(core)

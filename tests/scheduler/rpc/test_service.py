@@ -23,20 +23,26 @@ async def worker():
     await worker.kill()
 
 
-async def test_closing_the_stream_frees_all_its_requests_within_two_steps(worker):
+async def test_closing_the_stream_frees_all_its_requests_before_the_next_step(worker):
     async with running_scheduler([worker]) as scheduler:
         await scheduler.ready()
+        requests = scheduler.switchboard.requests
         async with router_to(scheduler, "stays") as stays:
             kept = await stays.submit(PROMPT, 60)
             async with router_to(scheduler, "leaves") as leaves:
                 # Decoding, in the middle of its prompt, and not admitted yet.
                 await leaves.submit([30, 31], 200)
                 await leaves.has_tokens(0, 2)
+                worker.hold()
                 await leaves.submit_all([([40 + i] * 60, 20) for i in range(30)])
-                await until(lambda: len(scheduler.switchboard.requests) == 32)
-            closed_at = len(worker.plans)
-            await until(lambda: len(scheduler.switchboard.requests) <= 1)
-            assert len(worker.plans) - closed_at <= 2
+                await worker.release(3)
+                await until(lambda: len(requests) == 32)
+                await worker.held()
+                num_plans = len(worker.plans)
+            await until(lambda: len(requests) == 1)
+            assert len(worker.plans) == num_plans
+            assert scheduler.num_free_blocks()[0] >= worker.num_kv_blocks - 4
+            await worker.release()
             assert await stays.finished(kept) == [expected_tokens(PROMPT, 60)]
 
 

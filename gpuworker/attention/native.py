@@ -1,0 +1,165 @@
+"""Paged attention on a CPU by a kernel compiled for this machine: see paged.cpp.
+
+It reads keys and values where they lie, so a decode costs its context's bytes once; and a query's
+bits do not depend on what else is in the batch.
+"""
+
+import ctypes
+from typing import Any
+
+import numpy as np
+import torch
+from numpy.typing import NDArray
+
+from gpuworker.attention.interface import (
+    AttentionBackend,
+    AttentionLayer,
+    KvShape,
+    LayerKv,
+    PreparedStep,
+    StepShape,
+)
+from gpuworker.attention.native_library import NativeUnavailableError, load_library
+
+TILE = 16
+# A piece's queries, keys and outputs stay in the first-level cache.
+_MAX_PIECE_ROWS = 48
+_SUFFIXES = {torch.float32: "float32", torch.bfloat16: "bfloat16"}
+
+
+class _Step(ctypes.Structure):
+    """paged.cpp's Step."""
+
+    _fields_ = (
+        ("query_start_loc", ctypes.c_void_p),
+        ("seq_lens", ctypes.c_void_p),
+        ("block_table", ctypes.c_void_p),
+        ("slot_mapping", ctypes.c_void_p),
+        ("pieces", ctypes.c_void_p),
+        ("table_width", ctypes.c_int64),
+        ("num_tokens", ctypes.c_int64),
+        ("num_pieces", ctypes.c_int64),
+        ("max_piece_queries", ctypes.c_int64),
+        ("num_heads", ctypes.c_int64),
+        ("num_kv_heads", ctypes.c_int64),
+        ("head_dim", ctypes.c_int64),
+        ("block_size", ctypes.c_int64),
+        ("num_threads", ctypes.c_int64),
+    )
+
+
+class _Layer(ctypes.Structure):
+    """paged.cpp's Layer."""
+
+    _fields_ = (
+        ("query_stride", ctypes.c_int64),
+        ("key_stride", ctypes.c_int64),
+        ("value_stride", ctypes.c_int64),
+        ("window", ctypes.c_int64),
+        ("scale", ctypes.c_float),
+        ("soft_cap", ctypes.c_float),
+    )
+
+
+class NativeAttention(AttentionBackend):
+    """The compiled kernel.
+
+    Args:
+        shape: the pool of each layer.
+        num_heads: query heads; a multiple of the KV heads.
+        dtype: of queries and pool.
+
+    Raises:
+        NativeUnavailableError: it cannot be built here, or has no code for such sizes or types.
+    """
+
+    def __init__(self, shape: KvShape, num_heads: int, dtype: torch.dtype) -> None:
+        if dtype not in _SUFFIXES or shape.block_size % TILE or shape.head_dim % TILE:
+            raise NativeUnavailableError(
+                f"no code for {dtype}, block size {shape.block_size}, head size {shape.head_dim}"
+            )
+        self.shape = shape
+        self.num_heads = num_heads
+        library = load_library()
+        self.attend = _function(library, f"attend_{_SUFFIXES[dtype]}")
+        self.write = _function(library, f"write_{_SUFFIXES[dtype]}")
+
+    def prepare(self, shape: StepShape) -> PreparedStep:
+        return _NativeStep(shape, self)
+
+
+class _NativeStep(PreparedStep):
+    def __init__(self, shape: StepShape, backend: NativeAttention) -> None:
+        self._backend = backend
+        self._num_tokens = shape.num_tokens
+        kv_shape = backend.shape
+        group = backend.num_heads // kv_shape.num_kv_heads
+        max_queries = max(_MAX_PIECE_ROWS // group, 1)
+        pieces = _cut(np.diff(shape.query_start_loc), max_queries)
+        # Their memory must outlive the pointers.
+        self._arrays = (
+            np.ascontiguousarray(shape.query_start_loc, dtype=np.int32),
+            np.ascontiguousarray(shape.seq_lens, dtype=np.int32),
+            np.ascontiguousarray(shape.block_table, dtype=np.int32),
+            np.ascontiguousarray(shape.slot_mapping, dtype=np.int64),
+            pieces,
+        )
+        self._step = _Step(
+            *(array.ctypes.data for array in self._arrays),
+            table_width=shape.block_table.shape[1],
+            num_tokens=shape.num_tokens,
+            num_pieces=len(pieces),
+            max_piece_queries=max_queries,
+            num_heads=backend.num_heads,
+            num_kv_heads=kv_shape.num_kv_heads,
+            head_dim=kv_shape.head_dim,
+            block_size=kv_shape.block_size,
+            num_threads=torch.get_num_threads(),
+        )
+
+    def write(self, kv: LayerKv, key: torch.Tensor, value: torch.Tensor) -> None:
+        key, value = _dense_heads(key), _dense_heads(value)
+        layer = _Layer(key_stride=key.stride(0), value_stride=value.stride(0))
+        self._call(self._backend.write, layer, key, value, kv.key, kv.value)
+
+    def attend(self, query: torch.Tensor, kv: LayerKv, layer: AttentionLayer) -> torch.Tensor:
+        query = _dense_heads(query)
+        out = torch.empty(query.shape, dtype=query.dtype)
+        out[self._num_tokens :] = 0
+        settings = _Layer(
+            query_stride=query.stride(0),
+            window=layer.sliding_window or 0,
+            scale=layer.scale,
+            soft_cap=layer.soft_cap or 0.0,
+        )
+        self._call(self._backend.attend, settings, query, kv.key, kv.value, out)
+        return out
+
+    def _call(self, function: Any, layer: _Layer, *tensors: torch.Tensor) -> None:
+        function(
+            ctypes.byref(self._step),
+            ctypes.byref(layer),
+            *(tensor.data_ptr() for tensor in tensors),
+        )
+
+
+def _cut(num_queries: NDArray[np.integer], max_queries: int) -> NDArray[np.int32]:
+    """Pieces of at most max_queries: [num_pieces, 3] of request, first query, number of queries."""
+    counts = -(-num_queries // max_queries)
+    request = np.repeat(np.arange(len(num_queries)), counts)
+    rank = np.arange(len(request)) - np.repeat(np.cumsum(counts) - counts, counts)
+    first = rank * max_queries
+    size = np.minimum(num_queries[request] - first, max_queries)
+    return np.ascontiguousarray(np.stack([request, first, size], axis=1), dtype=np.int32)
+
+
+def _dense_heads(x: torch.Tensor) -> torch.Tensor:
+    """The tensor, with a token's heads next to each other; tokens may be apart."""
+    return x if x.stride(2) == 1 and x.stride(1) == x.shape[2] else x.contiguous()
+
+
+def _function(library: ctypes.CDLL, name: str) -> Any:
+    function = getattr(library, name)
+    function.argtypes = [ctypes.c_void_p] * 6
+    function.restype = None
+    return function

@@ -1,0 +1,97 @@
+"""Builds paged.cpp for this very machine, once, and loads it.
+
+Compiled with the processor's own instructions, the library only fits machines like this one: its
+name in the cache is a digest of the source, the compiler and the processor.
+"""
+
+import ctypes
+import hashlib
+import logging
+import os
+import platform
+import shutil
+import subprocess
+import tempfile
+from pathlib import Path
+
+from headrace.service.model_files import cache_dir
+
+logger = logging.getLogger(__name__)
+
+_SOURCE = Path(__file__).with_name("paged.cpp")
+_FLAGS = (
+    "-O3",
+    "-march=native",
+    "-std=c++17",
+    "-fno-math-errno",
+    "-ffp-contract=fast",
+    "-shared",
+    "-fPIC",
+)
+_COMPILERS = ("c++", "g++", "clang++")
+_COMPILE_TIMEOUT_S = 120.0
+
+
+class NativeUnavailableError(Exception):
+    """There is no compiler here, or it cannot build the library; the message says why."""
+
+
+def load_library() -> ctypes.CDLL:
+    """The library, built if this machine has not built it before.
+
+    Raises:
+        NativeUnavailableError: it cannot be built or loaded here.
+    """
+    compiler = os.environ.get("CXX") or next(filter(shutil.which, _COMPILERS), None)
+    if compiler is None:
+        raise NativeUnavailableError("no C++ compiler on PATH")
+    try:
+        folder = cache_dir() / "kernels"
+        folder.mkdir(parents=True, exist_ok=True, mode=0o700)
+        library = folder / f"paged-{_digest(compiler)}.so"
+        if not library.exists():
+            _build(compiler, library)
+        return ctypes.CDLL(str(library))
+    except OSError as error:
+        raise NativeUnavailableError(str(error)) from error
+
+
+def _digest(compiler: str) -> str:
+    """Of everything that the library depends on."""
+    version = _run([compiler, "--version"]).stdout
+    parts = (_SOURCE.read_text(encoding="utf-8"), " ".join(_FLAGS), version, _processor())
+    return hashlib.sha256("\0".join(parts).encode()).hexdigest()[:20]
+
+
+def _processor() -> str:
+    """The processor's model and instruction sets."""
+    try:
+        lines = Path("/proc/cpuinfo").read_text(encoding="utf-8").splitlines()
+    except OSError:
+        return f"{platform.machine()} {platform.processor()}"
+    wanted = ("model name", "flags", "Features", "CPU part")
+    return "\n".join(sorted({line for line in lines if line.startswith(wanted)}))
+
+
+def _build(compiler: str, library: Path) -> None:
+    """Compiles beside the library's place and moves it there: nobody sees half of one."""
+    logger.info("building the CPU attention kernel with %s (once)", compiler)
+    with tempfile.TemporaryDirectory(dir=library.parent) as folder:
+        draft = Path(folder) / library.name
+        base = [compiler, *_FLAGS, str(_SOURCE), "-o", str(draft)]
+        # Without OpenMP (Apple's clang) it works on one thread.
+        done = _run([*base, "-fopenmp"])
+        if done.returncode:
+            done = _run(base)
+        if done.returncode:
+            raise NativeUnavailableError(f"{compiler} failed: {done.stderr.strip()[-500:]}")
+        draft.replace(library)
+
+
+def _run(command: list[str]) -> subprocess.CompletedProcess[str]:
+    try:
+        return subprocess.run(
+            command, capture_output=True, text=True, timeout=_COMPILE_TIMEOUT_S, check=False
+        )
+    except subprocess.TimeoutExpired:
+        raise NativeUnavailableError(f"{command[0]} took too long") from None

@@ -1,0 +1,406 @@
+// Paged attention on a CPU, over one flat mixed batch. Built by native.py with the machine's own
+// compiler; the definition of correct is reference.py.
+//
+// A piece of work is (request, some of its queries, KV head): its rows are those queries times the
+// query heads that share the KV head. It walks the context in tiles of 16 keys that begin at
+// multiples of 16 and keeps a running maximum, sum and output for each row (online softmax). A
+// row's arithmetic is the same sequence of operations whichever other rows are in the piece, so
+// its bits do not depend on the batch, on chunking or on the number of threads.
+
+#include <cstdint>
+#include <cstring>
+#include <utility>
+#include <vector>
+
+namespace {
+
+constexpr int kTile = 16;
+
+typedef float Vec __attribute__((vector_size(64)));
+typedef float Vec8 __attribute__((vector_size(32)));
+typedef float Vec4 __attribute__((vector_size(16)));
+typedef int32_t IntVec __attribute__((vector_size(64)));
+
+inline Vec load(const float* p) {
+  Vec x;
+  std::memcpy(&x, p, sizeof(x));
+  return x;
+}
+
+inline void store(float* p, Vec x) { std::memcpy(p, &x, sizeof(x)); }
+
+inline float to_float(float x) { return x; }
+
+inline float to_float(uint16_t bfloat) {
+  uint32_t bits = uint32_t(bfloat) << 16;
+  float x;
+  std::memcpy(&x, &bits, sizeof(x));
+  return x;
+}
+
+inline Vec load_16(const float* p) { return load(p); }
+
+inline Vec load_16(const uint16_t* p) {
+  float x[kTile];
+  for (int i = 0; i < kTile; ++i) x[i] = to_float(p[i]);
+  return load(x);
+}
+
+inline void from_float(float x, float* out) { *out = x; }
+
+// To bfloat16, to nearest and ties to even; NaN stays NaN.
+inline void from_float(float x, uint16_t* out) {
+  uint32_t bits;
+  std::memcpy(&bits, &x, sizeof(bits));
+  if (x != x) {
+    *out = 0x7fc0;
+    return;
+  }
+  *out = uint16_t((bits + 0x7fff + ((bits >> 16) & 1)) >> 16);
+}
+
+inline Vec splat(float x) { return Vec{} + x; }
+
+// e^x to about one unit in the last place (Cephes' expf); 0 below -87, NaN for NaN.
+inline Vec exp(Vec x) {
+  const Vec low = splat(-87.0f), high = splat(88.0f);
+  IntVec is_zero = x < low;
+  x = is_zero ? low : x;
+  x = (x > high) ? high : x;
+  const Vec magic = splat(12582912.0f);  // 1.5 * 2^23: adding it rounds to an integer
+  Vec n = (x * 1.44269504088896341f + magic) - magic;
+  Vec r = x - n * 0.693359375f;
+  r = r - n * -2.12194440e-4f;
+  Vec y = splat(1.9875691500e-4f);
+  y = y * r + 1.3981999507e-3f;
+  y = y * r + 8.3334519073e-3f;
+  y = y * r + 4.1665795894e-2f;
+  y = y * r + 1.6666665459e-1f;
+  y = y * r + 5.0000001201e-1f;
+  y = y * r * r + r + 1.0f;
+  IntVec exponent = (__builtin_convertvector(n, IntVec) + 127) << 23;
+  Vec power;
+  std::memcpy(&power, &exponent, sizeof(power));
+  Vec result = y * power;
+  return is_zero ? splat(0.0f) : result;
+}
+
+// tanh by exp, for soft caps; exact enough as the cap multiplies it.
+inline Vec tanh(Vec x) {
+  IntVec is_negative = x < splat(0.0f);
+  Vec e = exp((is_negative ? x : -x) * 2.0f);
+  Vec t = (1.0f - e) / (1.0f + e);
+  return is_negative ? -t : t;
+}
+
+inline float largest(Vec x) {
+  Vec8 a[2];
+  std::memcpy(a, &x, sizeof(x));
+  Vec8 m8 = a[0] > a[1] ? a[0] : a[1];
+  Vec4 b[2];
+  std::memcpy(b, &m8, sizeof(m8));
+  Vec4 m4 = b[0] > b[1] ? b[0] : b[1];
+  float m = m4[0];
+  for (int i = 1; i < 4; ++i) m = m4[i] > m ? m4[i] : m;
+  return m;
+}
+
+// One stage of a transposition: swaps the off-diagonal squares of size S of a pair of rows.
+template <int S, int... I>
+inline void swap_squares(Vec& a, Vec& b, std::integer_sequence<int, I...>) {
+#if defined(__has_builtin)
+#if __has_builtin(__builtin_shufflevector)
+#define HAS_SHUFFLEVECTOR
+#endif
+#endif
+#ifdef HAS_SHUFFLEVECTOR
+  Vec upper = __builtin_shufflevector(a, b, (I & S ? kTile + I - S : I)...);
+  Vec lower = __builtin_shufflevector(a, b, (I & S ? kTile + I : I + S)...);
+#else
+  Vec upper = __builtin_shuffle(a, b, IntVec{(I & S ? kTile + I - S : I)...});
+  Vec lower = __builtin_shuffle(a, b, IntVec{(I & S ? kTile + I : I + S)...});
+#endif
+  a = upper;
+  b = lower;
+}
+
+template <int S>
+inline void transpose_stage(Vec* rows) {
+  for (int i = 0; i < kTile; ++i)
+    if (!(i & S)) swap_squares<S>(rows[i], rows[i + S], std::make_integer_sequence<int, kTile>());
+}
+
+// Transposes a square of kTile rows in place.
+inline void transpose(Vec* rows) {
+  transpose_stage<8>(rows);
+  transpose_stage<4>(rows);
+  transpose_stage<2>(rows);
+  transpose_stage<1>(rows);
+}
+
+// Scores of R rows against a tile: queries [R, head_dim], keys transposed [head_dim, kTile].
+template <int R>
+inline void score(const float* queries, const float* keys, int head_dim, Vec* scores) {
+  Vec sums[R] = {};
+  for (int d = 0; d < head_dim; ++d) {
+    Vec key = load(keys + d * kTile);
+    for (int r = 0; r < R; ++r) sums[r] += queries[r * head_dim + d] * key;
+  }
+  for (int r = 0; r < R; ++r) scores[r] = sums[r];
+}
+
+// outputs [R, head_dim] = outputs * decays + weights [R, kTile] * values [num_keys, head_dim].
+template <int R, int N>
+inline void accumulate(const float* weights, const float* decays, const float* values,
+                       int num_keys, int head_dim, float* outputs) {
+  Vec sums[R][N];
+  for (int r = 0; r < R; ++r)
+    for (int n = 0; n < N; ++n) sums[r][n] = load(outputs + r * head_dim + n * 16) * decays[r];
+  for (int k = 0; k < num_keys; ++k)
+    for (int n = 0; n < N; ++n) {
+      Vec value = load(values + k * head_dim + n * 16);
+      for (int r = 0; r < R; ++r) sums[r][n] += weights[r * kTile + k] * value;
+    }
+  for (int r = 0; r < R; ++r)
+    for (int n = 0; n < N; ++n) store(outputs + r * head_dim + n * 16, sums[r][n]);
+}
+
+template <int R>
+inline void accumulate_all(const float* weights, const float* decays, const float* values,
+                           int num_keys, int head_dim, float* outputs) {
+  int d = 0;
+  for (; d + 64 <= head_dim; d += 64)
+    accumulate<R, 4>(weights, decays, values + d, num_keys, head_dim, outputs + d);
+  for (; d < head_dim; d += 16)
+    accumulate<R, 1>(weights, decays, values + d, num_keys, head_dim, outputs + d);
+}
+
+}  // namespace
+
+// One step; arrays are the host's and live until its last call.
+struct Step {
+  const int32_t* query_start_loc;  // [num_reqs + 1]
+  const int32_t* seq_lens;         // [num_reqs]
+  const int32_t* block_table;      // [num_reqs, table_width]
+  const int64_t* slot_mapping;     // [num_tokens]
+  const int32_t* pieces;           // [num_pieces, 3]: request, first query, number of queries
+  int64_t table_width, num_tokens, num_pieces, max_piece_queries;
+  int64_t num_heads, num_kv_heads, head_dim, block_size, num_threads;
+};
+
+// What differs between layers; strides are in elements from token to token.
+struct Layer {
+  int64_t query_stride, key_stride, value_stride, window;  // window 0: none
+  float scale, soft_cap;                                   // soft_cap 0: none
+};
+
+namespace {
+
+struct Scratch {
+  std::vector<float> queries, outputs, keys, values;
+  std::vector<float> maxima, weights, decays;
+  std::vector<Vec> sums;
+
+  Scratch(int64_t rows, int64_t head_dim)
+      : queries(rows * head_dim),
+        outputs(rows * head_dim),
+        keys(head_dim * kTile),
+        values(head_dim * kTile),
+        maxima(rows),
+        weights(rows * kTile),
+        decays(rows),
+        sums(rows) {}
+};
+
+template <typename T>
+struct Piece {
+  const Step& step;
+  const Layer& layer;
+  const T* query;
+  const T* key_pool;
+  const T* value_pool;
+  T* out;
+  Scratch& scratch;
+  int request, first_query, num_queries, kv_head;
+
+  int group() const { return int(step.num_heads / step.num_kv_heads); }
+  int rows() const { return num_queries * group(); }
+  int dim() const { return int(step.head_dim); }
+
+  int64_t token(int row) const {
+    return step.query_start_loc[request] + first_query + row / group();
+  }
+  int64_t head(int row) const { return int64_t(kv_head) * group() + row % group(); }
+  int64_t position(int row) const {
+    int64_t all = step.query_start_loc[request + 1] - step.query_start_loc[request];
+    return step.seq_lens[request] - all + first_query + row / group();
+  }
+
+  void run() {
+    for (int row = 0; row < rows(); ++row) {
+      const T* from = query + token(row) * layer.query_stride + head(row) * dim();
+      for (int d = 0; d < dim(); ++d)
+        scratch.queries[row * dim() + d] = to_float(from[d]) * layer.scale;
+      scratch.maxima[row] = -__builtin_inff();
+      scratch.sums[row] = Vec{};
+    }
+    std::memset(scratch.outputs.data(), 0, sizeof(float) * rows() * dim());
+    int64_t last = position(rows() - 1);
+    int64_t first = layer.window ? position(0) - layer.window + 1 : 0;
+    for (int64_t start = (first > 0 ? first : 0) / kTile * kTile; start <= last; start += kTile)
+      tile(start);
+    for (int row = 0; row < rows(); ++row) finish(row);
+  }
+
+  // Where a tile's keys (and values) lie in the pool.
+  int64_t place(int64_t start) const {
+    int64_t block = step.block_table[request * step.table_width + start / step.block_size];
+    return ((block * step.num_kv_heads + kv_head) * step.block_size + start % step.block_size) *
+           dim();
+  }
+
+  void tile(int64_t start) {
+    int64_t left = step.seq_lens[request] - start;
+    int num_keys = left < kTile ? int(left) : kTile;
+    int64_t at = place(start);
+    // The next tile may lie anywhere, which the processor cannot foresee.
+    if (left > kTile) {
+      int64_t next = place(start + kTile);
+      for (int64_t i = 0; i < kTile * dim(); i += 64 / int64_t(sizeof(T))) {
+        __builtin_prefetch(key_pool + next + i);
+        __builtin_prefetch(value_pool + next + i);
+      }
+    }
+    load_keys(key_pool + at, num_keys);
+    const float* values = load_values(value_pool + at, num_keys);
+    int row = 0;
+    for (; row + 8 <= rows(); row += 8) rows_of_tile<8>(row, start, num_keys, values);
+    for (; row + 4 <= rows(); row += 4) rows_of_tile<4>(row, start, num_keys, values);
+    // Several rows at once hide the latency of each one's additions.
+    int rest = rows() - row;
+    if (rest == 3) rows_of_tile<3>(row, start, num_keys, values);
+    if (rest == 2) rows_of_tile<2>(row, start, num_keys, values);
+    if (rest == 1) rows_of_tile<1>(row, start, num_keys, values);
+  }
+
+  // Transposed, so that one query component meets all keys of the tile at once.
+  void load_keys(const T* from, int num_keys) {
+    for (int d = 0; d < dim(); d += kTile) {
+      Vec rows[kTile];
+      for (int k = 0; k < kTile; ++k)
+        rows[k] = k < num_keys ? load_16(from + k * dim() + d) : Vec{};
+      transpose(rows);
+      for (int i = 0; i < kTile; ++i) store(&scratch.keys[(d + i) * kTile], rows[i]);
+    }
+  }
+
+  const float* load_values(const float* from, int) { return from; }
+
+  const float* load_values(const uint16_t* from, int num_keys) {
+    for (int i = 0; i < num_keys * dim(); ++i) scratch.values[i] = to_float(from[i]);
+    return scratch.values.data();
+  }
+
+  template <int R>
+  void rows_of_tile(int row, int64_t start, int num_keys, const float* values) {
+    Vec scores[R];
+    score<R>(&scratch.queries[row * dim()], scratch.keys.data(), dim(), scores);
+    for (int r = 0; r < R; ++r) soften(row + r, start, num_keys, scores[r]);
+    constexpr int half = R > 4 ? 4 : R;
+    for (int r = 0; r < R; r += half)
+      accumulate_all<half>(&scratch.weights[(row + r) * kTile], &scratch.decays[row + r], values,
+                           num_keys, dim(), &scratch.outputs[(row + r) * dim()]);
+  }
+
+  // Turns a row's scores into weights relative to its new maximum.
+  void soften(int row, int64_t start, int num_keys, Vec scores) {
+    if (layer.soft_cap != 0.0f) scores = tanh(scores / layer.soft_cap) * layer.soft_cap;
+    int64_t to = position(row) - start;  // last key seen
+    int64_t from = layer.window ? to - layer.window + 1 : 0;
+    if (to < num_keys - 1 || num_keys < kTile || from > 0) {
+      if (to > num_keys - 1) to = num_keys - 1;
+      for (int k = 0; k < kTile; ++k)
+        if (k > to || k < from) scores[k] = -__builtin_inff();
+    }
+    float tile_max = largest(scores), old = scratch.maxima[row];
+    float* weights = &scratch.weights[row * kTile];
+    if (tile_max == -__builtin_inff()) {  // nothing to see here
+      store(weights, Vec{});
+      scratch.decays[row] = 1.0f;
+      return;
+    }
+    float now = tile_max > old ? tile_max : old;
+    Vec weight = exp(scores - now);
+    float decay = now > old ? exp(splat(old - now))[0] : 1.0f;
+    scratch.maxima[row] = now;
+    scratch.decays[row] = decay;
+    scratch.sums[row] = scratch.sums[row] * decay + weight;
+    store(weights, weight);
+  }
+
+  void finish(int row) {
+    float total = 0.0f;
+    for (int k = 0; k < kTile; ++k) total += scratch.sums[row][k];
+    T* to = out + (token(row) * step.num_heads + head(row)) * dim();
+    for (int d = 0; d < dim(); ++d) from_float(scratch.outputs[row * dim() + d] / total, to + d);
+  }
+};
+
+template <typename T>
+void attend(const Step& step, const Layer& layer, const T* query, const T* keys, const T* values,
+            T* out) {
+  int64_t count = step.num_pieces * step.num_kv_heads;
+  int64_t rows = step.max_piece_queries * (step.num_heads / step.num_kv_heads);
+#pragma omp parallel num_threads(int(step.num_threads))
+  {
+    Scratch scratch(rows, step.head_dim);
+#pragma omp for schedule(dynamic, 1)
+    for (int64_t i = 0; i < count; ++i) {
+      const int32_t* piece = step.pieces + i / step.num_kv_heads * 3;
+      Piece<T>{step,    layer,    query,    keys,     values,
+               out,     scratch,  piece[0], piece[1], piece[2],
+               int(i % step.num_kv_heads)}
+          .run();
+    }
+  }
+}
+
+template <typename T>
+void write(const Step& step, const Layer& layer, const T* key, const T* value, T* keys,
+           T* values) {
+  size_t bytes = size_t(step.head_dim) * sizeof(T);
+  for (int64_t token = 0; token < step.num_tokens; ++token) {
+    int64_t slot = step.slot_mapping[token];
+    int64_t block = slot / step.block_size, offset = slot % step.block_size;
+    for (int64_t head = 0; head < step.num_kv_heads; ++head) {
+      int64_t to = ((block * step.num_kv_heads + head) * step.block_size + offset) * step.head_dim;
+      std::memcpy(keys + to, key + token * layer.key_stride + head * step.head_dim, bytes);
+      std::memcpy(values + to, value + token * layer.value_stride + head * step.head_dim, bytes);
+    }
+  }
+}
+
+}  // namespace
+
+extern "C" {
+
+void attend_float32(const Step* step, const Layer* layer, const float* query, const float* keys,
+                    const float* values, float* out) {
+  attend(*step, *layer, query, keys, values, out);
+}
+
+void attend_bfloat16(const Step* step, const Layer* layer, const uint16_t* query,
+                     const uint16_t* keys, const uint16_t* values, uint16_t* out) {
+  attend(*step, *layer, query, keys, values, out);
+}
+
+void write_float32(const Step* step, const Layer* layer, const float* key, const float* value,
+                   float* keys, float* values) {
+  write(*step, *layer, key, value, keys, values);
+}
+
+void write_bfloat16(const Step* step, const Layer* layer, const uint16_t* key,
+                    const uint16_t* value, uint16_t* keys, uint16_t* values) {
+  write(*step, *layer, key, value, keys, values);
+}
+}

@@ -1,0 +1,139 @@
+"""Permits: how many requests are being answered at once, and how fast tenants may send.
+
+A permit is taken before a prompt is read and held until its caller is answered or gone, so there
+are never more than the limit, waiting or running. Rates are token buckets that hold one minute's
+worth. A request costs 1 of the request bucket; of the token bucket it costs its prompt when it is
+let in and its output when it ends. That may leave a debt, and nothing is let in until it is paid:
+so the rate holds over time without knowing outputs beforehand.
+"""
+
+from collections.abc import Mapping
+
+from router.core.admission import Limits, Reason, Reject, TenantLimits
+
+_MAX_IDLE_TENANTS = 10_000
+
+
+class Bucket:
+    """Fills at per_minute / 60 a second up to per_minute; can be in debt."""
+
+    __slots__ = ("_filled_at", "_level", "_per_minute")
+
+    def __init__(self, per_minute: float, now: float) -> None:
+        self._per_minute = per_minute
+        self._level = per_minute
+        self._filled_at = now
+
+    def wait_s(self, num: float, now: float) -> float:
+        """Seconds until `num` may be spent; 0 is now. More than a whole bucket never waits for."""
+        self._fill(now)
+        missing = min(num, self._per_minute) - self._level
+        return max(0.0, missing * 60.0 / self._per_minute)
+
+    def spend(self, num: float, now: float) -> None:
+        """Take it out, into debt if need be."""
+        self._fill(now)
+        self._level -= num
+
+    def is_full(self, now: float) -> bool:
+        """Whether it is as good as new."""
+        self._fill(now)
+        return self._level >= self._per_minute
+
+    def _fill(self, now: float) -> None:
+        gained = max(0.0, now - self._filled_at) * self._per_minute / 60.0
+        self._level = min(self._per_minute, self._level + gained)
+        self._filled_at = now
+
+
+class _Tenant:
+    __slots__ = ("limits", "num_live", "requests", "tokens")
+
+    def __init__(self, limits: TenantLimits, now: float) -> None:
+        self.limits = limits
+        self.num_live = 0
+        per_minute = limits.requests_per_minute
+        self.requests = Bucket(per_minute, now) if per_minute else None
+        per_minute = limits.tokens_per_minute
+        self.tokens = Bucket(per_minute, now) if per_minute else None
+
+    def is_as_new(self, now: float) -> bool:
+        buckets = (bucket for bucket in (self.requests, self.tokens) if bucket is not None)
+        return not self.num_live and all(bucket.is_full(now) for bucket in buckets)
+
+
+class Permits:
+    """Counts who is here; the caller is its only writer."""
+
+    def __init__(
+        self,
+        limits: Limits,
+        tenant_limits: TenantLimits,
+        limits_by_tenant: Mapping[str, TenantLimits] | None = None,
+    ) -> None:
+        """tenant_limits are of every tenant that has none of its own."""
+        self._limits = limits
+        self._default = tenant_limits
+        self._limits_by_tenant = dict(limits_by_tenant or {})
+        self._tenants: dict[str, _Tenant] = {}
+        self.num_live = 0
+
+    def limits_of(self, tenant: str) -> TenantLimits:
+        return self._limits_by_tenant.get(tenant, self._default)
+
+    def enter(self, tenant: str, now: float) -> Reject | None:
+        """Take a permit, to be given back by `leave`; or a Reject, and nothing is taken."""
+        maximum = self._limits.max_live_requests
+        if maximum and self.num_live >= maximum:
+            return Reject(
+                Reason.TOO_MANY_LIVE, f"{maximum} requests are being answered, as many as may", 1.0
+            )
+        known = self._tenants.get(tenant) or _Tenant(self.limits_of(tenant), now)
+        refusal = self._refusal(known, now)
+        if refusal is not None:
+            return refusal
+        if known.requests is not None:
+            known.requests.spend(1, now)
+        known.num_live += 1
+        self.num_live += 1
+        self._tenants[tenant] = known
+        return None
+
+    def leave(self, tenant: str, now: float) -> None:
+        """Give a permit back."""
+        known = self._tenants[tenant]
+        known.num_live -= 1
+        self.num_live -= 1
+        assert known.num_live >= 0, f"tenant {tenant!r} left more often than it entered"
+        if known.is_as_new(now):
+            del self._tenants[tenant]
+        elif len(self._tenants) > _MAX_IDLE_TENANTS + self.num_live:
+            self._forget_idle(now)
+
+    def spend_tokens(self, tenant: str, num_tokens: int, now: float) -> None:
+        """Tokens of a live request's prompt or output, for the tenant's rate."""
+        known = self._tenants[tenant]
+        if known.tokens is not None:
+            known.tokens.spend(num_tokens, now)
+
+    def _refusal(self, known: _Tenant, now: float) -> Reject | None:
+        limits = known.limits
+        maximum = limits.max_live_requests
+        if maximum and known.num_live >= maximum:
+            return Reject(
+                Reason.TENANT_TOO_MANY_LIVE,
+                f"{maximum} requests of this tenant are being answered, as many as may",
+                1.0,
+            )
+        if known.requests is not None and (wait_s := known.requests.wait_s(1, now)):
+            message = f"this tenant may send {limits.requests_per_minute:g} requests a minute"
+            return Reject(Reason.TENANT_RATE, message, wait_s)
+        if known.tokens is not None and (wait_s := known.tokens.wait_s(1, now)):
+            message = f"this tenant may use {limits.tokens_per_minute:g} tokens a minute"
+            return Reject(Reason.TENANT_RATE, message, wait_s)
+        return None
+
+    def _forget_idle(self, now: float) -> None:
+        as_new = [name for name, known in self._tenants.items() if known.is_as_new(now)]
+        for name in as_new:
+            del self._tenants[name]

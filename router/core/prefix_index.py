@@ -1,0 +1,76 @@
+"""What of a prompt a worker probably has in its prefix cache, as far as we can tell from here.
+
+A prompt's prefix is a chain of hashes, one for each CHUNK_TOKENS tokens: equal hashes mean equal
+tokens up to there. A worker's index holds the hashes of what was sent to it, least recently used
+first, never more than its KV pool can hold. It is corrected by what the worker reports: when less
+of a prompt was cached than we thought, the worker has dropped what was last used when that
+prompt's missing part was, or earlier, and so does the index.
+"""
+
+import hashlib
+from collections import OrderedDict
+from collections.abc import Sequence
+
+import numpy as np
+from numpy.typing import NDArray
+
+CHUNK_TOKENS = 64
+_MAX_CHUNKS = 256
+_MAX_HASHES = 65_536
+
+Prefix = Sequence[bytes]
+
+
+def prefix_of(token_ids: NDArray[np.int32], salt: str = "") -> Prefix:
+    """The hashes of a prompt, [num_tokens]; the last token is never taken from a cache."""
+    data = np.ascontiguousarray(token_ids, dtype="<i4").tobytes()
+    size = 4 * CHUNK_TOKENS
+    num_chunks = min(_MAX_CHUNKS, max(0, len(token_ids) - 1) // CHUNK_TOKENS)
+    hashes = []
+    last = hashlib.blake2b(salt.encode(), digest_size=8).digest()
+    for begin in range(0, num_chunks * size, size):
+        last = hashlib.blake2b(data[begin : begin + size], digest_size=8, key=last).digest()
+        hashes.append(last)
+    return hashes
+
+
+class PrefixIndex:
+    """Hashes that a worker probably has, in order of last use; owned by the placement."""
+
+    def __init__(self, num_kv_tokens: int) -> None:
+        self._max_hashes = min(_MAX_HASHES, num_kv_tokens // CHUNK_TOKENS)
+        self._use_by_hash: OrderedDict[bytes, int] = OrderedDict()
+        self._num_uses = 0
+
+    def __len__(self) -> int:
+        return len(self._use_by_hash)
+
+    def num_matched(self, prefix: Prefix) -> int:
+        """How many of the first hashes are here."""
+        known = self._use_by_hash
+        for position, one in enumerate(prefix):
+            if one not in known:
+                return position
+        return len(prefix)
+
+    def uses(self, prefix: Prefix) -> list[int]:
+        """When each of the matched hashes was last used; later is greater."""
+        return [self._use_by_hash[one] for one in prefix[: self.num_matched(prefix)]]
+
+    def use(self, prefix: Prefix) -> None:
+        """A prompt with this prefix was sent there."""
+        self._num_uses += 1
+        # The tail first: it is dropped before the head, which more prompts share.
+        for one in reversed(prefix):
+            self._use_by_hash[one] = self._num_uses
+            self._use_by_hash.move_to_end(one)
+        while len(self._use_by_hash) > self._max_hashes:
+            self._use_by_hash.popitem(last=False)
+
+    def drop_used_until(self, last_use: int) -> None:
+        """Forget what was last used at that time or before."""
+        while self._use_by_hash:
+            one = next(iter(self._use_by_hash))
+            if self._use_by_hash[one] > last_use:
+                return
+            del self._use_by_hash[one]

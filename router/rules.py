@@ -1,0 +1,20 @@
+"""The router's rules as plain values: who may have how much, and in what order they go."""
+
+from collections.abc import Mapping
+from dataclasses import dataclass, field
+
+from router.core.admission import Limits, TenantLimits
+from router.core.global_queue import Policy
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Rules:
+    """tenant_limits hold for each tenant that has none of its own in limits_by_tenant."""
+
+    limits: Limits = field(default_factory=Limits)
+    tenant_limits: TenantLimits = field(default_factory=TenantLimits)
+    limits_by_tenant: Mapping[str, TenantLimits] = field(default_factory=dict)
+    policy: Policy = "fair"
+    priority_aging_s: float = 60.0
+    output_price: float = 2.0
+    max_unread_tokens: int = 65_536

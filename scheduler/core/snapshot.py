@@ -1,0 +1,227 @@
+"""A core's state as plain data: what a trace tells after each step, and all of it.
+
+With all of it a recording can begin in the middle of a run.
+Requests are named as in the recording; what they are (their specs) stands in its `requests`.
+"""
+
+import base64
+import zlib
+from dataclasses import astuple
+from itertools import count, islice
+
+import numpy as np
+
+from scheduler.core.explain import History
+from scheduler.core.plan import NewRequest, Pause, PrefixCacheStats, RequestStatus
+from scheduler.core.request import NO_ROW, Request
+from scheduler.core.request_table import NOBODY
+from scheduler.core.state import Flight, SchedulerState
+from scheduler.core.trace import Record
+
+_STATUS_LETTERS = {
+    RequestStatus.WAITING: "W",
+    RequestStatus.WAITING_FOR_GRAMMAR: "B",
+    RequestStatus.WAITING_FOR_REMOTE_KV: "B",
+    RequestStatus.RUNNING: "R",
+    RequestStatus.PREEMPTED: "P",
+}
+
+NUM_FREE_HEAD = 4
+
+
+def take(state: SchedulerState, name_by_key: dict[int, str]) -> Record:
+    """The state between two calls of a core."""
+    table, queues = state.table, state.queues
+    running = [table.request(row) for row in table.running_rows.tolist()]
+    return {
+        "step_id": state.step_id,
+        "now": state.now,
+        "pause": state.pause.value,
+        "is_saturated": state.is_saturated,
+        "stats": list(astuple(state.stats)),
+        "running": [name_by_key[request.key] for request in running],
+        "waiting": [name_by_key[request.key] for request in queues.waiting],
+        "skipped": [name_by_key[request.key] for request in queues.skipped],
+        "requests": {
+            name_by_key[request.key]: _request_record(state, request)
+            for request in (*running, *queues)
+        },
+        "free_blocks": list(state.kv.pool.free_blocks),
+        "cached": [
+            [base64.b64encode(digest).decode(), block_ids]
+            for digest, block_ids in sorted(state.kv.pool.cached_blocks())
+        ],
+        "flights": [_flight_record(state, flight, name_by_key) for flight in state.flights],
+    }
+
+
+def restore(state: SchedulerState, snapshot: Record, spec_by_name: dict[str, NewRequest]) -> None:
+    """Bring a new core's state to what was taken; only rows may differ.
+
+    Args:
+        spec_by_name: every request of the snapshot.
+    """
+    state.step_id, state.now = snapshot["step_id"], snapshot["now"]
+    state.pause, state.is_saturated = Pause(snapshot["pause"]), snapshot["is_saturated"]
+    state.stats = PrefixCacheStats(*snapshot["stats"])
+    requests = {
+        name: _restored_request(state, spec_by_name[name], record)
+        for name, record in snapshot["requests"].items()
+    }
+    held = []
+    for name in snapshot["running"]:
+        record = snapshot["requests"][name]
+        _restore_row(state, requests[name], record)
+        held.append(record["blocks"])
+    for name in snapshot["waiting"]:
+        state.queues.waiting.push(requests[name])
+    for name in snapshot["skipped"]:
+        state.queues.skipped.push(requests[name])
+    cached = [(base64.b64decode(digest), block_ids) for digest, block_ids in snapshot["cached"]]
+    state.kv.pool.restore(snapshot["free_blocks"], held, cached)
+    # Admissions that are over, of output in flight that is stale or that nobody awaits.
+    past = count(NOBODY - 1, -1)
+    for record in snapshot["flights"]:
+        state.flights.append(_restored_flight(state, record, requests, past))
+
+
+def _request_record(state: SchedulerState, request: Request) -> Record:
+    table, row = state.table, request.row
+    is_running = row != NO_ROW
+    tokens = table.tokens(row) if is_running else request.token_ids
+    record: Record = {
+        "status": request.status.name,
+        "output": tokens[request.num_prompt_tokens :].tolist(),
+        "is_ready": request.is_ready,
+        "num_preemptions": request.num_preemptions,
+        "num_cached_tokens": request.num_cached_tokens,
+        "num_stale_tokens": request.num_stale_tokens,
+        "drop_stale": request.drop_stale,
+    }
+    if is_running:
+        record |= {
+            "num_computed": table.num_computed.item(row),
+            "drafts": table.draft_ids[row, : table.num_drafts[row]].tolist(),
+            "num_placeholders": table.num_placeholders.item(row),
+            "blocks": table.block_table[row, : table.num_blocks[row]].tolist(),
+            "num_registered": table.num_registered.item(row),
+            "is_prefill_chunk": bool(table.is_prefill_chunk[row]),
+        }
+    return record
+
+
+def _restored_request(state: SchedulerState, spec: NewRequest, record: Record) -> Request:
+    history = History(spec.request_id, state.step_id, state.now, 0)
+    request = Request(spec, state.config.block_size, history)
+    output = np.array(record["output"], dtype=np.int32)
+    request.token_ids = np.concatenate((spec.prompt_token_ids, output))
+    request.status = RequestStatus[record["status"]]
+    request.is_ready = record["is_ready"]
+    request.num_preemptions = record["num_preemptions"]
+    request.num_cached_tokens = record["num_cached_tokens"]
+    request.num_stale_tokens = record["num_stale_tokens"]
+    request.drop_stale = record["drop_stale"]
+    if state.config.enable_prefix_caching:
+        num_full = len(request.token_ids) // state.config.block_size
+        request.block_hashes.extend(request.token_ids, num_full)
+    state.own(request)
+    return request
+
+
+def _restore_row(state: SchedulerState, request: Request, record: Record) -> None:
+    table = state.table
+    row = table.place(request)
+    num_blocks, num_drafts = len(record["blocks"]), len(record["drafts"])
+    table.num_computed[row] = record["num_computed"]
+    table.num_drafts[row] = num_drafts
+    table.draft_ids[row, :num_drafts] = record["drafts"]
+    table.num_placeholders[row] = record["num_placeholders"]
+    table.block_table[row, :num_blocks] = record["blocks"]
+    table.num_blocks[row] = num_blocks
+    table.num_registered[row] = record["num_registered"]
+    table.is_prefill_chunk[row] = record["is_prefill_chunk"]
+    request.history.admitted(state.step_id, state.now, record["num_computed"], is_resumed=True)
+    # This registers nothing new: it sets when the next block is due.
+    state.kv.register(row, record["num_registered"] * state.config.block_size)
+
+
+def _flight_record(state: SchedulerState, flight: Flight, name_by_key: dict[int, str]) -> Record:
+    """A step in flight; whose output it is, or None where nobody awaits it any more."""
+    names: list[str | None] = []
+    is_stale = []
+    for row, admission_id in zip(flight.rows.tolist(), flight.admission_ids.tolist(), strict=True):
+        is_current = state.table.admission_id.item(row) == admission_id
+        request = state.table.request(row) if is_current else state.stale.get(admission_id)
+        names.append(None if request is None else name_by_key[request.key])
+        is_stale.append(not is_current)
+    return {
+        "step_id": flight.step_id,
+        "names": names,
+        "is_stale": is_stale,
+        "num_scheduled": flight.num_scheduled.tolist(),
+        "is_prefill_chunk": flight.is_prefill_chunk.tolist(),
+        "num_drafts": None if flight.num_drafts is None else flight.num_drafts.tolist(),
+    }
+
+
+def _restored_flight(
+    state: SchedulerState, record: Record, requests: dict[str, Request], past: "count[int]"
+) -> Flight:
+    rows, admission_ids = [], []
+    for name, is_stale in zip(record["names"], record["is_stale"], strict=True):
+        request = None if name is None else requests[name]
+        if request is not None and not is_stale:
+            rows.append(request.row)
+            admission_ids.append(state.table.admission_id.item(request.row))
+            continue
+        # One id for each step will do: what counts is whose output it is.
+        rows.append(0)
+        admission_ids.append(next(past))
+        if request is not None:
+            state.stale[admission_ids[-1]] = request
+    num_drafts = record["num_drafts"]
+    return Flight(
+        record["step_id"],
+        np.array(rows, dtype=np.intp),
+        np.array(admission_ids, dtype=np.int64),
+        np.array(record["num_scheduled"], dtype=np.int32),
+        np.array(record["is_prefill_chunk"], dtype=np.bool_),
+        None if num_drafts is None else np.array(num_drafts, dtype=np.int32),
+    )
+
+
+def state_record(
+    state: SchedulerState, name_by_key: dict[int, str], *, max_crc_blocks: int
+) -> Record:
+    """The state after a step in the trace format."""
+    pool, table, queues = state.kv.pool, state.table, state.queues
+    record: Record = {"free": pool.num_free}
+    if pool.num_free <= max_crc_blocks:
+        record["free_crc"] = zlib.crc32(",".join(map(str, pool.free_blocks)).encode())
+    record["free_head"] = list(islice(pool.free_blocks, NUM_FREE_HEAD))
+    running = [table.request(row) for row in table.running_rows.tolist()]
+    record["running"] = [name_by_key[request.key] for request in running]
+    record["waiting"] = [name_by_key[request.key] for request in queues.waiting]
+    if queues.skipped:
+        record["skipped"] = [name_by_key[request.key] for request in queues.skipped]
+    record["reqs"] = {
+        name_by_key[request.key]: _request_fields(state, request) for request in (*running, *queues)
+    }
+    return record
+
+
+def _request_fields(state: SchedulerState, request: Request) -> list[str | int]:
+    table, row = state.table, request.row
+    is_running = row >= 0
+    fields: list[str | int] = [
+        _STATUS_LETTERS[request.status],
+        table.num_computed.item(row) if is_running else 0,
+        table.num_tokens.item(row) if is_running else len(request.token_ids),
+        table.num_blocks.item(row) if is_running else 0,
+        request.num_preemptions,
+        table.num_placeholders.item(row) if is_running else 0,
+        request.num_stale_tokens,
+    ]
+    while len(fields) > 4 and fields[-1] == 0:
+        fields.pop()
+    return fields

@@ -1,0 +1,79 @@
+"""The compiled kernels on the GPU that is here, in the types that models are served in."""
+
+from dataclasses import replace
+
+import pytest
+import torch
+
+from gpuworker.attention.interface import AttentionLayer
+from gpuworker.attention.triton.backend import TritonAttention
+from gpuworker.attention.triton.device import detect
+from gpuworker.kernels.fused import TritonOps
+from gpuworker.kernels.twins import TorchOps
+from tests.kernels.batches import Case, Step
+
+DEVICE = torch.device("cuda")
+MIXED = ((1, 37), (5, 130), (40, 70), (1, 1), (3, 3), (1, 5000), (6, 9000), (300, 900))
+CASES = {
+    "plain": Case(MIXED, 32, 8, 128, page=64),
+    "pages of 16": Case(MIXED, 28, 4, 128, page=16),
+    "small heads": Case(MIXED, 9, 3, 64, page=64),
+    "odd heads": Case(MIXED, 8, 8, 96, page=32),
+    "window and cap": Case(
+        MIXED, 8, 4, 256, page=64, layer=AttentionLayer(0.06, sliding_window=500, soft_cap=30.0)
+    ),
+}
+
+pytestmark = pytest.mark.skipif(not torch.cuda.is_available(), reason="there is no GPU here")
+
+
+def error(case, target):
+    step = Step(replace(case, dtype=torch.bfloat16), DEVICE)
+    backend = TritonAttention(step.setup(), target, DEVICE)
+    out = step.run(backend)[: step.shape.num_tokens]
+    return (out.double() - step.expected()[: step.shape.num_tokens]).abs().max().item()
+
+
+@pytest.mark.parametrize("name", CASES)
+def test_attention_is_right(name):
+    assert error(CASES[name], detect(DEVICE)) < 2e-2
+
+
+def test_attention_over_eight_bit_pools_is_right():
+    target = detect(DEVICE)
+    if not target.has_float8:
+        pytest.skip("this GPU has no eight-bit floats")
+    float8 = torch.float8_e4m3fnuz if target.is_amd else torch.float8_e4m3fn
+    assert error(replace(CASES["plain"], kv_dtype=float8), target) < 2e-2
+
+
+def test_a_captured_step_serves_other_requests():
+    case = Case(((1, 900), (1, 30), (2, 500)), 32, 8, 128, page=64, dtype=torch.bfloat16)
+    first = Step(case, DEVICE)
+    target = detect(DEVICE)
+    backend = TritonAttention(first.setup(max_model_len=16384), target, DEVICE)
+    first.run(backend)
+    graph = torch.cuda.CUDAGraph()
+    prepared = backend.prepare(first.shape)
+    with torch.cuda.graph(graph):
+        out = prepared.attend(first.query, first.kv, case.layer)
+    # Other lengths in the same pool, as the next step of a serving worker has.
+    shape = replace(first.shape, seq_lens=first.shape.seq_lens - 20)
+    backend.prepare(shape)
+    graph.replay()
+    first.shape = shape
+    assert (out.double() - first.expected()).abs().max() < 2e-2
+
+
+def test_sampled_tokens_equal_the_twins():
+    from tests.kernels.test_sampling_kernels import TRUNCATIONS, draws, random_logits
+
+    scaled = random_logits(64, seed=1, size=128256).to(DEVICE)
+    for truncation in TRUNCATIONS:
+        given = draws(64, **truncation)
+        given = replace(
+            given, **{name: getattr(given, name).to(DEVICE) for name in given.__slots__}
+        )
+        ours, theirs = TritonOps().sample(scaled, given), TorchOps().sample(scaled, given)
+        # The order of sums may move a threshold over one token in a long while.
+        assert (ours != theirs).sum() <= 1

@@ -1,0 +1,309 @@
+"""The router's state machine by itself: a fake link, a clock that the test moves, no sockets."""
+
+import contextlib
+import random
+from array import array
+
+import numpy as np
+import pytest
+
+from headrace.service.errors import ServiceError
+from headrace.status.states import Writer
+from headrace.status.store import StatusStore
+from router.core.admission import Limits
+from router.core.placement import Pool, WorkerReport, WorkerState
+from router.request import Admission, Ended, Finish, FinishReason, Refusal, Spec, StepNews
+from router.router import Router
+from router.rules import Rules
+from router.status_log import StatusLog
+from tests.router.tiny_models import byte_level_model
+
+TOKENIZER = byte_level_model().tokenizer
+
+
+class Link:
+    """Remembers what was sent."""
+
+    def __init__(self, name="s"):
+        self.name = name
+        self.sent = {}
+        self.cancelled = []
+
+    def submit(self, completion):
+        assert completion.handle not in self.sent
+        self.sent[completion.handle] = completion
+
+    def cancel(self, handle, reason):
+        self.cancelled.append((handle, reason))
+        self.sent.pop(handle, None)
+
+
+class Bench:
+    """A router, its link and its clock."""
+
+    def __init__(self, *, waiting_allowance=2, max_num_seqs=4, **rules):
+        self.time = 1000.0
+        store = StatusStore("", Writer.ROUTER)
+        self.router = Router(
+            Pool(waiting_allowance=waiting_allowance, max_report_age_s=1e9),
+            Rules(**rules),
+            StatusLog(store, "r", wall_clock=lambda: self.time),
+            clock=lambda: self.time,
+            wall_clock=lambda: self.time,
+        )
+        self.dispatcher = self.router.dispatcher
+        self.links = {}
+        self.add("s", max_num_seqs=max_num_seqs)
+
+    def add(self, name, max_num_seqs=4):
+        link = self.links[name] = Link(name)
+        self.dispatcher.connected(link)
+        self.dispatcher.on_report(name, [report(name, max_num_seqs)], is_draining=False)
+        return link
+
+    def enter(self, request_id, num_tokens=10, *, tenant="", **fields):
+        """Let a request in; returns what ends its caller's stay, and the request."""
+        stay = self.router.reserve(request_id, tenant)
+        reservation = stay.__enter__()
+        spec = Spec(request_id=request_id, model="m", sampling=None, tenant=tenant, **fields)
+        try:
+            request = self.router.submit(
+                reservation, spec, np.ones(num_tokens, np.int32), "", TOKENIZER
+            )
+        except ServiceError:
+            stay.__exit__(None, None, None)
+            raise
+        return (lambda: stay.__exit__(None, None, None)), request
+
+    def step(self, link="s", num_tokens=1, *, ends=()):
+        """Every request that the link has gets tokens."""
+        handles = list(self.links[link].sent)
+        self.dispatcher.on_step(
+            StepNews(
+                handles=handles,
+                num_new_tokens=[num_tokens] * len(handles),
+                token_ids=array("i", [65] * (num_tokens * len(handles))),
+                admissions=[Admission(handle, 0, self.time) for handle in handles],
+                ended=[Ended(handle, Finish(FinishReason.LENGTH), 0) for handle in ends],
+            )
+        )
+        for handle in ends:
+            del self.links[link].sent[handle]
+
+    def assert_empty(self):
+        router = self.router
+        assert (router.num_live, router.num_queued, router.num_in_flight) == (0, 0, 0)
+        assert not router._requests
+        assert not len(router._deadlines)
+        assert router._permits.num_live == 0
+        assert router.pool.num_in_flight() == 0
+        assert router.dispatcher.queue.num_tokens == 0
+        assert router.num_accepted == sum(router.num_ended.values())
+        assert all(not link.sent for link in self.links.values())
+
+
+def report(name, max_num_seqs):
+    return WorkerReport(
+        worker_id=f"w-{name}",
+        incarnation="1",
+        model="m",
+        state=WorkerState.READY,
+        max_model_len=100_000,
+        block_size=16,
+        num_kv_blocks=100_000,
+        max_num_seqs=max_num_seqs,
+        vocab_size=1000,
+        num_free_kv_blocks=100_000,
+        num_running=0,
+        num_waiting=0,
+    )
+
+
+def test_four_completions_aborted_a_thousand_times_leave_nothing():
+    bench = Bench()
+    for number in range(1000):
+        leave, request = bench.enter(f"r-{number}", n=4)
+        if number % 2:
+            bench.step()
+        if number % 3:
+            assert bench.router.abort(f"r-{number}") is True
+        leave()
+        assert request.is_finished
+    bench.assert_empty()
+
+
+def test_an_id_reused_at_once_is_not_touched_by_news_of_the_one_before():
+    bench = Bench()
+    leave, _ = bench.enter("same")
+    [old] = bench.links["s"].sent
+    assert bench.router.abort("same")
+    leave()
+    leave, request = bench.enter("same")
+    bench.dispatcher.on_step(
+        StepNews(
+            handles=[old],
+            num_new_tokens=[1],
+            token_ids=array("i", [65]),
+            ended=[Ended(old, Finish(FinishReason.ABORTED), 0)],
+        )
+    )
+    assert not request.is_finished
+    assert request.num_completion_tokens == 0
+    leave()
+    bench.assert_empty()
+
+
+def test_ttft_is_taken_from_the_first_token_only():
+    bench = Bench()
+    leave, request = bench.enter("r")
+    for _ in range(3):
+        bench.time += 1.0
+        bench.step()
+    assert request.timeline.first_token == 1001.0
+    assert request.timeline.admitted == 1001.0
+    leave()
+
+
+def test_a_cut_off_link_gives_its_requests_to_another_with_their_tokens():
+    bench = Bench()
+    leave, request = bench.enter("r", max_tokens=50)
+    bench.step(num_tokens=3)
+    other = bench.add("t")
+    lost = bench.links.pop("s")
+    bench.dispatcher.lost(lost)
+    [completion] = other.sent.values()
+    assert completion is request.completions[0]
+    assert (completion.epoch, list(completion.token_ids)) == (2, [65] * 3)
+    bench.step("t", ends=list(other.sent))
+    assert request.num_completion_tokens == 4
+    leave()
+    bench.assert_empty()
+
+
+def test_deadlines_end_what_waits_and_what_runs_and_tell_when_the_next_is():
+    bench = Bench(waiting_allowance=0, max_num_seqs=1)
+    leaves = [bench.enter(f"r-{i}", deadline_unix_s=1010.0 + i)[0] for i in range(3)]
+    assert bench.router.expire() == 10.0
+    bench.time = 1011.5
+    assert bench.router.expire() == 0.5
+    assert bench.router.num_in_flight == 1
+    for leave in leaves:
+        leave()
+    bench.assert_empty()
+    assert bench.router.expire() is None
+
+
+def test_a_caller_that_leaves_late_counts_as_late():
+    bench = Bench()
+    leave, request = bench.enter("r", deadline_unix_s=1005.0)
+    bench.time = 1005.0
+    leave()
+    assert request.completions[0].finish.reason is FinishReason.DEADLINE
+
+
+def test_what_is_lost_and_sent_again_is_not_charged_again():
+    bench = Bench()
+    leave, request = bench.enter("r", 100, tenant="a")
+    assert request.account.virtual_tokens == 100
+    bench.add("t")
+    bench.dispatcher.lost(bench.links.pop("s"))
+    assert bench.links["t"].sent
+    assert request.account.virtual_tokens == 100
+    leave()
+
+
+def test_a_refused_prompt_gives_its_permit_back():
+    bench = Bench(limits=Limits(max_live_requests=1))
+    with pytest.raises(ServiceError, match="max_model_len"):
+        bench.enter("long", 100_000)
+    leave, _ = bench.enter("short")
+    leave()
+    bench.assert_empty()
+
+
+class Chaos:
+    """Anything that can happen, by chance."""
+
+    def __init__(self, seed):
+        self.chance = random.Random(seed)
+        self.bench = Bench(limits=Limits(max_queued_requests=30))
+        self.bench.add("t")
+        self.stays = {}
+
+    def any_link(self):
+        return self.bench.links[self.chance.choice(list(self.bench.links))]
+
+    def enter(self):
+        request_id = f"r-{self.chance.randrange(40)}"
+        soon = self.bench.time + self.chance.random() * 5
+        is_refused = request_id in self.stays or self.bench.router.num_queued > 26
+        with pytest.raises(ServiceError) if is_refused else contextlib.suppress(ServiceError):
+            self.stays[request_id] = self.bench.enter(
+                request_id,
+                self.chance.randrange(1, 300),
+                n=4 if is_refused else self.chance.choice([1, 1, 4]),
+                tenant=self.chance.choice("abc"),
+                deadline_unix_s=soon if self.chance.random() < 0.3 else None,
+            )[0]
+
+    def step(self):
+        link = self.any_link()
+        sent = list(link.sent)
+        ends = self.chance.sample(sent, self.chance.randint(0, len(sent)))
+        self.bench.step(link.name, ends=ends)
+
+    def leave(self):
+        if self.stays:
+            self.stays.pop(self.chance.choice(list(self.stays)))()
+
+    def abort(self):
+        self.bench.router.abort(f"r-{self.chance.randrange(40)}")
+
+    def refuse(self):
+        link = self.any_link()
+        if link.sent:
+            handle = self.chance.choice(list(link.sent))
+            del link.sent[handle]
+            reason = self.chance.choice(["NO_WORKER", "INVALID"])
+            self.bench.dispatcher.on_refusal(Refusal(handle, reason, ""))
+
+    def lose(self):
+        link = self.any_link()
+        del self.bench.links[link.name]
+        link.sent.clear()
+        self.bench.dispatcher.lost(link)
+        self.bench.add(link.name)
+
+    def pass_time(self):
+        self.bench.time += self.chance.random() * 0.2
+        self.bench.router.expire()
+        for name in self.bench.links:
+            self.bench.dispatcher.on_report(name, [report(name, 4)], is_draining=False)
+
+    def run(self, num_events):
+        kinds = [self.enter] * 3 + [self.step] * 2
+        kinds += [self.leave, self.abort, self.refuse, self.lose, self.pass_time]
+        for _ in range(num_events):
+            self.chance.choice(kinds)()
+            self.check()
+        for stay in self.stays.values():
+            stay()
+
+    def check(self):
+        """Every request is live or ended; every completion is in exactly one place."""
+        router = self.bench.router
+        assert router.num_accepted == sum(router.num_ended.values()) + len(router._requests)
+        unfinished = [
+            c for r in router._requests.values() for c in r.completions if c.finish is None
+        ]
+        sent = [c for link in self.bench.links.values() for c in link.sent.values()]
+        places = [id(c) for c in (*router.dispatcher.queue, *sent)]
+        assert sorted(places) == sorted(id(c) for c in unfinished)
+
+
+@pytest.mark.parametrize("seed", range(20))
+def test_any_course_of_events_leaves_nothing(seed):
+    chaos = Chaos(seed)
+    chaos.run(400)
+    chaos.bench.assert_empty()
+    assert chaos.bench.router.num_accepted > 50
