@@ -89,6 +89,8 @@ async def serve(gpuworker: WorkerSettings, serving: ServingConfig, process: Proc
                 is_thread_busy = True
     finally:
         stopping.cancel()
+        # An open stream would be cancelled in its last lines, which need the model's thread.
+        service.close_stream()
         await server.stop(_CLOSE_STREAMS_S)
         traces.shutdown()
     model_thread.shutdown(wait=False, cancel_futures=True)
