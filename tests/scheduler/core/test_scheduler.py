@@ -215,6 +215,19 @@ def test_a_request_that_waits_for_its_grammar_does_not_lift_the_throttle(
     driver.update(plan)
 
 
+def test_only_the_waiting_queue_tells_that_capacity_is_used_up(make_core: MakeCore) -> None:
+    """As the reference: r1, set aside for its grammar and then too long, does not count."""
+    core = make_core(num_gpu_blocks=6)
+    driver = Driver(core)
+    driver.add(new_request(0, 40), new_request(1, 50, needs_grammar=True))
+    driver.step()
+    core.mark_ready("r1")
+    assert driver.step().facts.passed_over[0].reason is WaitReason.BLOCKS
+    plan = core.schedule(0.0, throttle_prefills=True)
+    assert plan.facts.passed_over[0].reason is WaitReason.THROTTLED
+    driver.update(plan)
+
+
 @pytest.mark.parametrize(("num_prompt_tokens", "is_admitted"), [(1, True), (2, False)])
 def test_throttled_prefills_let_through_who_needs_one_token(
     make_core: MakeCore, num_prompt_tokens: int, is_admitted: bool
