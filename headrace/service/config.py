@@ -15,7 +15,10 @@ import click
 import msgspec
 
 # Every section that some service reads: they share one file, so each must know the others' names.
-SECTIONS = ("router", "scheduler", "pool", "gpuworker", "serving", "channel", "process")
+SECTIONS = (
+    "router", "tenant", "tenants", "scheduler", "pool", "gpuworker", "serving", "channel",
+    "process",
+)  # fmt: skip
 
 T = TypeVar("T", bound=msgspec.Struct)
 Command = TypeVar("Command", bound=Callable[..., Any])
