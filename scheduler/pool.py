@@ -226,8 +226,16 @@ class Pool:
     async def _is_retired(self, worker: ManagedWorker, engine: Engine) -> bool:
         """Run an engine to its end; True if its worker is well and should have another."""
         is_retired = False
+        # In a task of its own: a TaskGroup that fails while it is cancelled forgets that it was
+        # cancelled, and we would look for the worker again in a scheduler that is shutting down.
+        running = asyncio.create_task(engine.run(), name=f"run {worker.address}")
         try:
-            await engine.run()
+            await asyncio.wait([running])
+        finally:
+            running.cancel()
+            await asyncio.wait([running])
+        try:
+            running.result()
         except* RetiredError:
             is_retired = True
         except* WorkerLostError as lost:

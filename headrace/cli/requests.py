@@ -97,8 +97,7 @@ def explain(request_id: str, as_json: bool, **arguments: Any) -> None:
         if event.last_step != event.first_step:
             steps += f"-{event.last_step}"
         place = "" if event.queue_position is None else f"  place {event.queue_position + 1}"
-        tokens = f"  {event.num_tokens} tokens" if event.num_tokens else ""
-        line = f"step {steps:<12} {event.kind:<10}{tokens}{place}  {event.detail}"
+        line = f"step {steps:<12} {event.kind:<10}{place}  {event.detail}"
         click.echo(line.rstrip())
     waited = ", ".join(f"{n} for {cause}" for cause, n in explanation.steps_waited_by_cause.items())
     _print_rows(

@@ -1,5 +1,6 @@
 """Channels from a caller to a service, with TLS, token and keepalive as we serve them."""
 
+import re
 from typing import Annotated, Any
 
 import grpc
@@ -8,6 +9,11 @@ import msgspec
 
 from headrace.service.config import help_text
 from headrace.service.serving import read_file, read_token
+
+_CONNECT_NOISE = re.compile(
+    r"^failed to connect to all addresses; last error: [A-Z_]+: (?:(?:ipv[46]|unix):\S+: )?"
+    r"(?:Failed to connect to remote host: )?"
+)
 
 
 class ChannelConfig(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
@@ -79,3 +85,8 @@ def open_channel(target: str, config: ChannelConfig | None = None) -> grpc.aio.C
         read_file(config.tls_cert_file) if config.tls_cert_file else None,
     )
     return grpc.aio.secure_channel(target, credentials, options=options, interceptors=interceptors)
+
+
+def connect_failure(details: str) -> str:
+    """Why a peer was not reached, out of what gRPC says: the address is known to who asked."""
+    return _CONNECT_NOISE.sub("", details)

@@ -58,6 +58,7 @@ MODELS = (
     Model("qwen, pages of 16", 28, 4, 128, page=16),
     Model("smollm", 9, 3, 64),
     Model("phi, pages of 32", 32, 32, 96, page=32),
+    Model("gemma 27b", 32, 16, 128, window=4096, soft_cap=50.0),
     Model("gemma", 8, 4, 256, window=4096, soft_cap=50.0),
 )
 

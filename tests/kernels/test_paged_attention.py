@@ -120,6 +120,15 @@ def test_more_splits_than_the_merge_takes_at_once(monkeypatch):
     attend(step, monkeypatch, target)
 
 
+def test_decodes_and_chunks_that_are_split_in_one_step_do_not_share_rows(monkeypatch):
+    step = Step(Case(((1, 700), (34, 1100)), 2, 1, page=64, seed=10))
+    target = Target("sm80", 16)
+    tiles = TritonAttention(step.setup(), target, CPU).tiles
+    for request, kind in enumerate(("decode", "chunk")):
+        assert build(step.shape, np.array([request]), tiles[kind], None).num_partial_rows
+    attend(step, monkeypatch, target)
+
+
 def test_padding_tokens_get_zeros_and_write_nowhere(monkeypatch):
     step = Step(Case(((1, 40), (2, 30)), num_padding=9, seed=11))
     poison_allocations(monkeypatch)

@@ -106,9 +106,10 @@ def _decode_rule(target: Target, key: ConfigKey) -> TileConfig:
 
 def _chunk_rule(target: Target, key: ConfigKey) -> TileConfig:
     is_wide = padded(key.head_dim) > 128
-    # Ampere's products hold both operands in registers: with gathered pages a wider tile spills.
+    # Before Hopper products take their operands from registers: with a window, a cap or gathered
+    # pages a wider tile spills.
     is_tight = not target.is_amd and not target.has_descriptors
-    block_n = 32 if is_wide or (is_tight and key.page < 64) else 64
+    block_n = 32 if is_wide or (is_tight and (key.page < 64 or key.head_dim > 64)) else 64
     return TileConfig(
         block_m=64 if is_wide else 128,
         block_n=block_n,
