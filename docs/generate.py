@@ -81,7 +81,7 @@ def _kind(annotation: Any) -> str:
 
 
 def _default(field: msgspec.structs.FieldInfo) -> str:
-    if field.default in {msgspec.NODEFAULT, None, "", ()}:
+    if field.default is msgspec.NODEFAULT or field.default in (None, "", ()):
         return ""
     return f"`{str(field.default).lower() if isinstance(field.default, bool) else field.default}`"
 
