@@ -16,7 +16,7 @@ from headrace.service.channels import ChannelConfig
 from headrace.service.config import SECTIONS
 from headrace.service.process import ProcessConfig
 from headrace.service.serving import ServingConfig
-from router.config import RouterConfig
+from router.config import RouterConfig, TenantConfig, TenantsConfig
 from scheduler.config import PoolSettings, SchedulerSettings
 
 PAGE = Path(__file__).parent / "settings.md"
@@ -24,6 +24,8 @@ PAGE = Path(__file__).parent / "settings.md"
 # Section -> its struct, the programs that read it, and what its flags begin with in each.
 _SECTIONS: dict[str, tuple[type[msgspec.Struct], dict[str, str]]] = {
     "router": (RouterConfig, {"router": ""}),
+    "tenant": (TenantConfig, {"router": "tenant-"}),
+    "tenants": (TenantsConfig, {"router": ""}),
     "scheduler": (SchedulerSettings, {"scheduler": ""}),
     "pool": (PoolSettings, {"scheduler": ""}),
     "gpuworker": (WorkerSettings, {"gpuworker": ""}),
@@ -72,12 +74,14 @@ def _kind(annotation: Any) -> str:
         return " or ".join(f"`{choice}`" for choice in get_args(annotation))
     if get_origin(annotation) is tuple:
         return "list"
+    if get_origin(annotation) is dict:
+        return "tables"
     parts = [part for part in get_args(annotation) if part is not type(None)] or [annotation]
     return {int: "integer", float: "number", bool: "true or false", str: "text"}[parts[0]]
 
 
 def _default(field: msgspec.structs.FieldInfo) -> str:
-    if field.default in {msgspec.NODEFAULT, None, "", ()}:
+    if field.default is msgspec.NODEFAULT or field.default in (None, "", ()):
         return ""
     return f"`{str(field.default).lower() if isinstance(field.default, bool) else field.default}`"
 

@@ -18,6 +18,8 @@ if TYPE_CHECKING:
     from headrace.local import LocalConfig
     from headrace.service.serving import ServingConfig
 
+_DRAIN_TIMEOUT_S = 5.0
+
 
 @click.command()
 @click.option(
@@ -46,9 +48,7 @@ if TYPE_CHECKING:
 @click.option(
     "--drain-timeout-s",
     type=float,
-    default=5.0,
-    show_default=True,
-    help="Time for running requests to finish after Ctrl-C.",
+    help="Time for running requests to finish after Ctrl-C.  [default: 5]",
 )
 @click.option("--tls-cert-file", default="", metavar="PEM", help="Certificate; turns TLS on.")
 @click.option("--tls-key-file", default="", metavar="PEM", help="Its private key.")
@@ -75,7 +75,7 @@ def serve(
     port: int,
     store_url: str | None,
     data_dir: Path | None,
-    drain_timeout_s: float,
+    drain_timeout_s: float | None,
     config_file: Path | None,
     **arguments: Any,
 ) -> None:  # fmt: skip
@@ -95,7 +95,7 @@ def serve(
         for name in ("tls_cert_file", "tls_key_file", "tls_client_ca_file", "auth_token_file")
     }
     _check_free(host, port)
-    seen = _seen_serving(serving, config_file)
+    seen = _seen_serving(serving | {"drain_timeout_s": drain_timeout_s}, config_file)
     with Steps() as steps:
         config = make_config(
             arguments,
@@ -103,8 +103,8 @@ def serve(
             listen=f"[{host}]:{port}" if ":" in host else f"{host}:{port}",
             store_url=store_url,
             data_dir=data_dir,
-            drain_timeout_s=drain_timeout_s,
-            shared_flags=flags({"config": config_file}),
+            drain_timeout_s=seen.drain_timeout_s,
+            file=config_file,
             router_flags=flags(serving),
             channel=_channel(seen),
         )
@@ -124,23 +124,28 @@ def _check_free(host: str, port: int) -> None:
         ) from error
 
 
-def _seen_serving(given: dict[str, str], file: Path | None) -> "ServingConfig":
+def _seen_serving(given: dict[str, Any], file: Path | None) -> "ServingConfig":
     """How callers find the router: flags over environment over file, as the router reads them.
 
     ConfigError when that cannot be, before a model is loaded for it.
     """
-    from headrace.service.config import load
-    from headrace.service.serving import ServingConfig, read_file, read_token
+    from headrace.service.config import is_set, load
+    from headrace.service.serving import ServingConfig
+    from headrace.service.tls import read_authorities, read_pair, read_token
 
-    overrides = {name: value for name, value in given.items() if value}
+    overrides = {name: value for name, value in given.items() if value not in {None, ""}}
+    if not is_set("drain_timeout_s", section="serving", file=file, environ=os.environ):
+        # Shorter than a service's own: somebody at a terminal waits.
+        overrides.setdefault("drain_timeout_s", _DRAIN_TIMEOUT_S)
     serving = load(
         ServingConfig, section="serving", file=file, environ=os.environ, overrides=overrides
     )
     if serving.auth_token_file:
         read_token(serving.auth_token_file)
-    for pem in (serving.tls_cert_file, serving.tls_key_file, serving.tls_client_ca_file):
-        if pem:
-            read_file(pem)
+    if serving.tls_cert_file or serving.tls_key_file:
+        read_pair(serving.tls_cert_file, serving.tls_key_file)
+    if serving.tls_client_ca_file:
+        read_authorities(serving.tls_client_ca_file)
     return serving
 
 

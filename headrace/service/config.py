@@ -15,7 +15,10 @@ import click
 import msgspec
 
 # Every section that some service reads: they share one file, so each must know the others' names.
-SECTIONS = ("router", "scheduler", "pool", "gpuworker", "serving", "channel", "process")
+SECTIONS = (
+    *("router", "tenant", "tenants", "scheduler", "pool", "gpuworker"),
+    *("serving", "channel", "process"),
+)
 
 T = TypeVar("T", bound=msgspec.Struct)
 Command = TypeVar("Command", bound=Callable[..., Any])
@@ -56,6 +59,13 @@ def load(
     values |= _checked(struct, from_environment, f"environment {prefix}*")
     given = {key: value for key, value in (overrides or {}).items() if value is not None}
     return _convert(struct, values | _checked(struct, given, "flags"), section)
+
+
+def is_set(key: str, *, section: str, file: Path | None, environ: Mapping[str, str]) -> bool:
+    """Whether the file or the environment has a say in a setting."""
+    if f"HEADRACE_{section}_{key}".upper() in environ:
+        return True
+    return file is not None and key in _section_of_file(file, section)
 
 
 def _section_of_file(file: Path, section: str) -> dict[str, object]:

@@ -94,20 +94,27 @@ def test_serve_passes_its_options_to_the_services(start, tmp_path):
     assert "status store" not in errors
 
 
-def test_serve_asks_with_the_token_that_the_config_file_sets(start, tmp_path, headrace):
+def test_serve_lets_the_config_file_say_what_no_flag_says(start, tmp_path, headrace):
     (tmp_path / "token").write_text("secret\n")
     file = tmp_path / "all.toml"
-    file.write_text(f"[serving]\nauth_token_file = '{tmp_path / 'token'}'\n")
+    file.write_text(
+        f"[serving]\nauth_token_file = '{tmp_path / 'token'}'\ndrain_timeout_s = 7\n"
+        "[process]\nlog_level = 'info'\n"
+    )
     process = start("serve", "--port", "0", "--store-url", "", "--config", str(file))
     said = read_until(process.stdout, "Ctrl-C stops it")
     command = re.search(r"headrace (chat .*)", said)[1].split()
     assert headrace(*command, stdin="hi\n").stdout == "hi\n"
     process.terminate()
-    process.communicate(timeout=20)
+    _, errors = process.communicate(timeout=20)
+    assert errors.count("--drain-timeout-s 7.0") == 3
+    assert "--log-level" not in errors, "the file's to say"
 
 
 def test_a_file_that_is_not_there_is_said_before_anything_starts(start):
-    process = start("serve", "--port", "0", "--tls-cert-file", "none.pem")
+    process = start(
+        *("serve", "--port", "0", "--tls-cert-file", "none.pem", "--tls-key-file", "none.pem")
+    )
     _, errors = process.communicate(timeout=20)
     assert (process.returncode, errors.count("\n")) == (2, 1)
     assert errors.startswith("Error: cannot read none.pem")
