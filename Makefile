@@ -8,7 +8,7 @@ DEPENDENCIES := $(VENV)/.dependencies
 STAMP := $(VENV)/.installed
 
 .DEFAULT_GOAL := help
-.PHONY: help setup demo test test-kernels check-kernels bench bench-scheduler bench-gpu
+.PHONY: help setup demo test test-kernels check-kernels bench bench-scheduler bench-control bench-gpu
 .PHONY: check format protos docs lock clean
 
 help: ## Say what there is
@@ -49,6 +49,9 @@ bench: $(STAMP) ## Serve the small real model here and load it in three ways
 
 bench-scheduler: $(STAMP) ## What a step costs the scheduling core
 	@$(BIN)/python -m benchmarks.scheduler $(ARGS)
+
+bench-control: $(STAMP) ## What router and scheduler cost, with a worker that answers at once
+	@$(BIN)/python -m benchmarks.control $(ARGS)
 
 check: $(STAMP) ## Format, lint, types, layers, protos, sizes
 	$(BIN)/ruff format --check .

@@ -7,7 +7,6 @@ own objects, carried here unread.
 
 import asyncio
 from array import array
-from collections import deque
 from collections.abc import Sequence
 from dataclasses import dataclass, field
 from enum import IntEnum
@@ -21,6 +20,7 @@ from router.core.fairness import Account
 from router.core.placement import Sent
 from router.core.prefix_index import Prefix
 from router.text.completion import CompletionText
+from router.waker import Waker
 
 Int32Array = NDArray[np.int32]
 
@@ -141,34 +141,6 @@ class Timeline:
     admitted: float | None = None
     first_token: float | None = None
     ended: float | None = None
-
-
-class Waker:
-    """Lets streams go on, a few in each round of the event loop.
-
-    A step has news for hundreds of streams. Woken all at once, they would all write before the
-    next step is read; woken in turns, the steps that come meanwhile join what the later ones
-    write, and a busy router sends fewer, larger messages instead of falling behind.
-    """
-
-    def __init__(self, batch: int = 8) -> None:
-        self._batch = batch
-        self._due: deque[Request] = deque()
-        self._is_scheduled = False
-
-    def add(self, request: "Request") -> None:
-        """Wake it when its turn comes."""
-        self._due.append(request)
-        if not self._is_scheduled:
-            self._is_scheduled = True
-            asyncio.get_running_loop().call_soon(self._run)
-
-    def _run(self) -> None:
-        for _ in range(min(self._batch, len(self._due))):
-            self._due.popleft().deliver()
-        self._is_scheduled = bool(self._due)
-        if self._is_scheduled:
-            asyncio.get_running_loop().call_soon(self._run)
 
 
 @dataclass(slots=True, eq=False)

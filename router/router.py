@@ -29,13 +29,13 @@ from router.request import (
     Request,
     Spec,
     Timeline,
-    Waker,
 )
 from router.rules import Rules
 from router.status_log import StatusLog
 from router.text.completion import CompletionText
 from router.text.stop_strings import StopScanner, StopStrings
 from router.text.tokenizer import TextTokenizer
+from router.waker import Waker
 
 _MAX_REMEMBERED = 20_000
 

@@ -198,12 +198,15 @@ class Pool:
             await worker.connector.close()
 
     async def _describe(self, worker: ManagedWorker) -> WorkerInfo:
-        retry_s = _FIRST_RETRY_S
+        retry_s, last_reason = _FIRST_RETRY_S, ""
         while True:
             try:
                 return await worker.connector.describe()
             except WorkerUnavailableError as error:
-                logger.debug("worker at %s is not ready: %s", worker.address, error)
+                # Once each: a wrong token or certificate must show, a long load must not flood.
+                if (reason := str(error)) != last_reason:
+                    logger.info("worker at %s is not ready: %s", worker.address, reason)
+                    last_reason = reason
             await asyncio.sleep(retry_s)
             retry_s = min(2 * retry_s, _MAX_RETRY_S)
 

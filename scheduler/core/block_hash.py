@@ -30,6 +30,10 @@ class BlockHashes:
         self.digests: list[bytes] = []
         self.root = hashlib.blake2b(cache_salt.encode(), digest_size=DIGEST_BYTES).digest()
 
+    def is_like(self, other: "BlockHashes") -> bool:
+        """Whether equal tokens have equal digests in both."""
+        return self.block_size == other.block_size and self.root == other.root
+
     def extend(self, token_ids: NDArray[np.int32], num_blocks: int) -> None:
         """Digest blocks up to `num_blocks`; token_ids is [at least num_blocks * block_size]."""
         digests = self.digests

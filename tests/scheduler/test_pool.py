@@ -1,6 +1,7 @@
 """Workers that come late, die, hang and come back; requests that outlive them."""
 
 import asyncio
+import logging
 import random
 import time
 
@@ -26,7 +27,8 @@ def state_of(scheduler, worker_id: str) -> WorkerState | None:
     return next((load.state for load in loads if load.info.worker_id == worker_id), None)
 
 
-async def test_a_worker_is_ready_once_its_model_is_loaded():
+async def test_a_worker_is_ready_once_its_model_is_loaded(caplog):
+    caplog.set_level(logging.INFO)
     worker = FakeGpuWorker()
     worker.is_loaded = False
     await worker.start()
@@ -37,6 +39,8 @@ async def test_a_worker_is_ready_once_its_model_is_loaded():
         await scheduler.ready()
         handle = await router.submit(PROMPTS[0], 3)
         assert await router.finished(handle) == [expected_tokens(PROMPTS[0], 3)]
+    reasons = [r.getMessage() for r in caplog.records if "is not ready" in r.getMessage()]
+    assert len(reasons) == len(set(reasons)) >= 1
 
 
 class StreamThatBreaksWhenLeft:

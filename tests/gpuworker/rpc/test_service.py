@@ -252,6 +252,43 @@ async def test_a_column_of_odd_size_ends_the_stream_with_its_name(worker: Worker
     assert from_rpc_error(caught.value).field == "rows"
 
 
+async def test_a_bug_while_reading_ends_the_stream_too(
+    worker: Worker, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    load(worker)
+
+    def fail(_message: gpuworker_pb2.StepPlan) -> StepPlan:
+        raise ZeroDivisionError
+
+    monkeypatch.setattr("gpuworker.rpc.service.wire.step_plan", fail)
+    call = worker.stub.Execute()
+    await call.write(first_plan())
+    with pytest.raises(grpc.aio.AioRpcError) as caught:
+        await call.read()
+    assert from_rpc_error(caught.value).code == grpc.StatusCode.INTERNAL
+
+
+async def test_a_bug_in_a_step_ends_the_stream_and_the_worker_serves_on(
+    worker: Worker, checkpoint: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    load(worker)
+
+    def fail(_plan: StepPlan) -> StepResult:
+        raise ZeroDivisionError
+
+    with monkeypatch.context() as patch:
+        patch.setattr(worker.runner, "execute", fail)
+        call = worker.stub.Execute()
+        await call.write(first_plan())
+        with pytest.raises(grpc.aio.AioRpcError) as caught:
+            await call.read()
+        assert from_rpc_error(caught.value).code == grpc.StatusCode.INTERNAL
+    again = worker.stub.Execute()
+    await again.write(first_plan())
+    assert tokens_of(await again.read()) == expected_tokens(checkpoint, 1)
+    again.cancel()
+
+
 async def test_a_worker_serves_on_after_a_stream_broke(worker: Worker, checkpoint: Path) -> None:
     load(worker)
     call = worker.stub.Execute()

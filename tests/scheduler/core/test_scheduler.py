@@ -290,6 +290,14 @@ def test_prompts_hashed_ahead_are_found_like_others(make_core: MakeCore) -> None
     assert driver.step().admissions[0].num_cached_tokens == 48
 
 
+@pytest.mark.parametrize("hashes", [BlockHashes(8), BlockHashes(16, "salt")])
+def test_prompts_hashed_ahead_under_other_terms_are_not_taken(
+    make_core: MakeCore, hashes: BlockHashes
+) -> None:
+    with pytest.raises(AssertionError, match="under other terms"):
+        Driver(make_core()).add(new_request(0, block_hashes=hashes))
+
+
 def test_a_result_must_belong_to_the_oldest_plan(make_core: MakeCore) -> None:
     core = make_core(pipeline_depth=2)
     driver = Driver(core)
