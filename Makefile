@@ -7,8 +7,8 @@ BIN := $(VENV)/bin
 STAMP := $(VENV)/.installed
 
 .DEFAULT_GOAL := help
-.PHONY: help setup demo test test-kernels check-kernels bench bench-scheduler bench-gpu
-.PHONY: check format protos lock clean
+.PHONY: help setup demo test test-kernels check-kernels bench bench-scheduler bench-control bench-gpu
+.PHONY: check format protos docs lock clean
 
 help: ## Say what there is
 	@awk -F ':.*## ' '/^[a-z-]+:.*## / {printf "  make %-16s %s\n", $$1, $$2}' $(MAKEFILE_LIST)
@@ -23,7 +23,7 @@ $(STAMP): requirements.lock pyproject.toml
 	@$(BIN)/python -m pip install --disable-pip-version-check --no-deps --no-build-isolation -e .
 	@touch $@
 
-demo: $(STAMP) ## Serve the small real model here and chat with it
+demo: $(STAMP) ## Serve the small real model here, ask it something, stop
 	@$(BIN)/headrace demo
 
 test: $(STAMP) ## Run the tests; with ARGS a selection, without the kernels'
@@ -45,6 +45,9 @@ bench: $(STAMP) ## Serve the small real model here and load it in three ways
 bench-scheduler: $(STAMP) ## What a step costs the scheduling core
 	@$(BIN)/python -m benchmarks.scheduler $(ARGS)
 
+bench-control: $(STAMP) ## What router and scheduler cost, with a worker that answers at once
+	@$(BIN)/python -m benchmarks.control $(ARGS)
+
 check: $(STAMP) ## Format, lint, types, layers, protos, sizes
 	$(BIN)/ruff format --check .
 	$(BIN)/ruff check .
@@ -62,6 +65,9 @@ format: $(STAMP) ## Format and mend what can be mended
 
 protos: $(STAMP) ## Generate headrace/v1 from protos/
 	PATH=$(abspath $(BIN)):$$PATH $(BIN)/python protos/generate.py
+
+docs: $(STAMP) ## Write docs/settings.md from the settings that the services read
+	$(BIN)/python docs/generate.py
 
 lock: $(STAMP) ## Write requirements.lock from what is installed
 	$(BIN)/python -m pip freeze --all --exclude pip --exclude-editable | sed 's/^\(torch==[0-9.]*\)+.*/\1/' > requirements.lock

@@ -49,6 +49,6 @@ class WorkerSettings(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
         int, help_text("Drafts by prompt lookup for each request and step; 0 is off.")
     ] = 0
     attention: Annotated[
-        Literal["auto", "native", "torch"],
-        help_text("auto compiles a kernel for this CPU where it can; torch needs no compiler."),
+        Literal["auto", "native", "triton", "torch"],
+        help_text("native is compiled for this CPU, triton is for GPUs, torch runs anywhere."),
     ] = "auto"

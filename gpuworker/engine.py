@@ -9,7 +9,7 @@ import torch
 
 from gpuworker import kv_pool
 from gpuworker.attention.cpu import TorchAttention
-from gpuworker.attention.interface import AttentionBackend, KvShape
+from gpuworker.attention.interface import AttentionBackend
 from gpuworker.attention.native import NativeAttention
 from gpuworker.attention.native_library import NativeUnavailableError
 from gpuworker.config import WorkerSettings
@@ -52,8 +52,7 @@ def load_engine(settings: WorkerSettings, model: Path, progress: Progress) -> En
     decoder = load_decoder(source, device, dtype, progress)
     limits = _limits(settings, source.config, source.eos_token_ids, (device, dtype))
     kv = kv_pool.allocate(source.config, limits.num_kv_blocks, limits.block_size, dtype, device)
-    shape = kv_pool.kv_shape(source.config, limits.num_kv_blocks, limits.block_size)
-    attention = attention_backend(settings.attention, shape, source.config, (device, dtype))
+    attention = attention_backend(settings.attention, limits, source.config, (device, dtype))
     runner = ModelRunner(
         decoder, attention, kv, limits, time.perf_counter, settings.num_spec_tokens
     )
@@ -80,7 +79,7 @@ def _dtype(name: str, device: torch.device) -> torch.dtype:
 
 
 def attention_backend(
-    name: str, shape: KvShape, config: ModelConfig, place: tuple[torch.device, torch.dtype]
+    name: str, limits: BatchLimits, config: ModelConfig, place: tuple[torch.device, torch.dtype]
 ) -> AttentionBackend:
     """The backend of that name, or for "auto" the best there is.
 
@@ -88,17 +87,40 @@ def attention_backend(
         ValueError: the one asked for cannot run here.
     """
     device, dtype = place
-    num_heads = config.attention.num_heads
-    if name != "torch" and device.type == "cpu":
-        try:
-            return NativeAttention(shape, num_heads, dtype)
-        except NativeUnavailableError as error:
-            if name == "native":
-                raise ValueError(f"attention native: {error}") from error
-            logger.warning("attention by torch, which is slower: %s", error)
-    elif name == "native":
-        raise ValueError("attention native: is for CPUs")
-    return TorchAttention(shape, num_heads, device)
+    shape = kv_pool.kv_shape(config, limits.num_kv_blocks, limits.block_size)
+    best = "native" if device.type == "cpu" else "triton"
+    if name not in {"auto", "torch", best}:
+        raise ValueError(f"attention {name}: does not run on {device.type}")
+    if name == "torch":
+        return TorchAttention(shape, config.attention.num_heads, device)
+    try:
+        if best == "native":
+            return NativeAttention(shape, config.attention.num_heads, dtype)
+        return _triton_attention(limits, config, device, dtype)
+    except (NativeUnavailableError, ImportError) as error:
+        if name == best:
+            raise ValueError(f"attention {name}: {error}") from error
+        logger.warning("attention by torch, which is slower: %s", error)
+        return TorchAttention(shape, config.attention.num_heads, device)
+
+
+def _triton_attention(
+    limits: BatchLimits, config: ModelConfig, device: torch.device, dtype: torch.dtype
+) -> AttentionBackend:
+    """The GPU kernels; triton is imported only where they run."""
+    from gpuworker.attention.triton.backend import AttentionSetup, TritonAttention
+    from gpuworker.attention.triton.device import detect
+
+    setup = AttentionSetup(
+        shape=kv_pool.kv_shape(config, limits.num_kv_blocks, limits.block_size),
+        num_heads=config.attention.num_heads,
+        kv_dtype=dtype,
+        windows=tuple({layer.sliding_window for layer in config.layers}),
+        max_num_seqs=limits.max_num_seqs,
+        max_num_batched_tokens=limits.max_num_batched_tokens,
+        max_model_len=limits.max_model_len,
+    )
+    return TritonAttention(setup, detect(device), device)
 
 
 def _limits(

@@ -93,6 +93,7 @@ class ModelRunner:
         counts, errors = _accept(batch, sampled)
         token_ids = sampled.token_ids[_kept(batch.num_samples, counts)]
         self._rows.append_sampled(batch.rows, counts, token_ids)
+        self._fill_in([error.row for error in errors])
         num_drafts, drafts = self._propose(batch, counts)
         return StepResult(
             step_id=plan.step_id,
@@ -104,6 +105,12 @@ class ModelRunner:
             errors=errors,
             elapsed_s=self._clock() - started,
         )
+
+    def _fill_in(self, failed_rows: list[int]) -> None:
+        """Gives failed rows a token of no meaning: a plan for them may already be on its way."""
+        if failed_rows:
+            ones = np.ones(len(failed_rows), dtype=np.int32)
+            self._rows.append_sampled(np.array(failed_rows, dtype=np.int32), ones, 0 * ones)
 
     def _forward(self, batch: FlatBatch) -> torch.Tensor:
         """Hidden states of the batch's tokens: [num_padded_tokens, hidden_size]."""

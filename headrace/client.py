@@ -24,7 +24,7 @@ import grpc.aio
 from opentelemetry.trace import SpanKind
 
 from headrace.service import telemetry
-from headrace.service.channels import ChannelConfig, open_channel
+from headrace.service.channels import ChannelConfig, connect_failure, open_channel
 from headrace.service.errors import ServiceError, from_rpc_error, invalid
 from headrace.types import (
     AbortOutcome,
@@ -253,7 +253,8 @@ class HeadraceClient:
             mapped = from_rpc_error(error)
             if mapped.reason == grpc.StatusCode.UNAVAILABLE.name:
                 # No reason of ours: nobody of ours has answered.
-                text = f"cannot reach a Headrace router at {self._target}: {mapped.message}"
+                why = connect_failure(mapped.message)
+                text = f"cannot reach a Headrace router at {self._target}: {why}"
                 mapped = ServiceError(grpc.StatusCode.UNAVAILABLE, "UNREACHABLE", text)
             raise mapped from error
         except asyncio.CancelledError:

@@ -200,7 +200,6 @@ class _Start:
     async def everything(self) -> str:
         """The router's address, once a model answers."""
         config = self._config
-        self._tell("starting the status store")
         store_environment = await self._store()
         many = f" on {config.num_workers} workers" if config.num_workers > 1 else ""
         self._tell(f"loading {config.model_name}{many}")
@@ -241,6 +240,7 @@ class _Start:
         """
         url = self._config.store_url
         if url is None:
+            self._tell("starting the status store")
             try:
                 embedded = EmbeddedStore(self._config.data_dir)
                 url = (await self._stack.enter_async_context(embedded)).url

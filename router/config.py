@@ -56,7 +56,7 @@ class RouterConfig(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
 
 
 class TenantConfig(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
-    """What each tenant may have; 0 is no limit."""
+    """What each tenant may have, for those that are not named; 0 is no limit."""
 
     weight: Annotated[float, help_text("Share of a tenant beside others that wait.")] = 1.0
     max_live_requests: Annotated[int, help_text("Requests of a tenant answered at once.")] = 0
@@ -77,9 +77,11 @@ class TenantConfig(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
 
 
 class TenantsConfig(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
-    """Tenants with limits of their own, by name; only from the file: [tenants.named.NAME]."""
+    """Tenants with limits of their own; only in the file."""
 
-    named: dict[str, TenantConfig] = {}
+    named: Annotated[
+        dict[str, TenantConfig], help_text("[tenants.named.NAME]: as [tenant], for that tenant.")
+    ] = {}
 
 
 def rules_of(router: RouterConfig, tenant: TenantConfig, tenants: TenantsConfig) -> Rules:

@@ -192,11 +192,23 @@ class Dispatcher:
                 prefix=request.prefix,
             )
             if worker is None:
-                break
+                if self._is_servable(completion, now):
+                    break
+                # It was let in for a worker that has gone since; nobody may wait behind it.
+                error = outcomes.no_longer_fits(request.spec)
+                self._told().completion_failed(completion, error)
+                continue
             num_tokens += completion.num_tokens
             self._dispatch(completion, worker)
         self.rate.observe(now, num_tokens=num_tokens, is_waiting=self._had_waiting)
         self._had_waiting = len(self.queue) > 0
+
+    def _is_servable(self, completion: Completion, now: float) -> bool:
+        """Whether a worker that is ready, or may yet be, could hold it when empty."""
+        request = completion.request
+        num_tokens = len(request.prompt_token_ids) + request.max_tokens
+        capacities = self.pool.capacities(request.spec.model, now)
+        return not capacities or any(c.num_tokens >= num_tokens for c in capacities)
 
     def _dispatch(self, completion: Completion, worker: WorkerKey) -> None:
         self.queue.remove(completion.key)

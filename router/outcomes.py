@@ -51,6 +51,15 @@ def failed(message: str) -> ServiceError:
     return internal("GENERATION_FAILED", message or "the generation failed in its worker")
 
 
+def no_longer_fits(spec: Spec) -> ServiceError:
+    """The workers that could have held it are gone."""
+    return unavailable(
+        "NO_LARGE_WORKER",
+        f"{spec.request_id} does not fit any worker that is ready now; try again, or ask for less",
+        5.0,
+    )
+
+
 def too_slow(spec: Spec, max_unread_tokens: int) -> ServiceError:
     """Its caller does not read what it asked for."""
     return exhausted(

@@ -5,7 +5,7 @@ from collections.abc import Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
 
-from headrace.service.errors import invalid
+from headrace.service.errors import exhausted, invalid
 from router.request import Int32Array
 from router.text.errors import ChatTemplateError
 from router.text.tokenizer import ModelText
@@ -54,8 +54,11 @@ Prompt = TextPrompt | ChatPrompt | TokenPrompt
 class PromptReader:
     """Owns the threads that tokenize; close it."""
 
-    def __init__(self, *, num_threads: int = 2) -> None:
+    def __init__(self, *, num_threads: int = 2, max_waiting_chars: int = 64_000_000) -> None:
+        """More text than max_waiting_chars never waits for a thread: it is refused."""
         self._executor = ThreadPoolExecutor(num_threads, thread_name_prefix="tokenize")
+        self._max_waiting_chars = max_waiting_chars
+        self._num_waiting_chars = 0
 
     def close(self) -> None:
         """Wait for what is being tokenized and end the threads."""
@@ -67,7 +70,7 @@ class PromptReader:
         """[num_tokens] ids, and the text that an echo shows ("" when there is none).
 
         Raises ServiceError naming the field when the prompt is empty or its messages do not fit
-        the template.
+        the template, and RESOURCE_EXHAUSTED when too much text waits already.
         """
 
         def read() -> tuple[Int32Array, str]:
@@ -81,7 +84,13 @@ class PromptReader:
 
         if prompt.num_chars <= _MAX_INLINE_CHARS:
             return read()
-        return await asyncio.get_running_loop().run_in_executor(self._executor, read)
+        if self._num_waiting_chars + prompt.num_chars > self._max_waiting_chars:
+            raise exhausted("TOO_MANY_PROMPTS", "too many long prompts wait to be read", 1.0)
+        self._num_waiting_chars += prompt.num_chars
+        try:
+            return await asyncio.get_running_loop().run_in_executor(self._executor, read)
+        finally:
+            self._num_waiting_chars -= prompt.num_chars
 
 
 def _tokenize(model: ModelText, prompt: Prompt) -> Int32Array:

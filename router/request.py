@@ -20,6 +20,7 @@ from router.core.fairness import Account
 from router.core.placement import Sent
 from router.core.prefix_index import Prefix
 from router.text.completion import CompletionText
+from router.waker import Waker
 
 Int32Array = NDArray[np.int32]
 
@@ -154,6 +155,7 @@ class Request:
     timeline: Timeline
     number: int
     account: Account
+    waker: Waker
     prefix: Prefix = ()
     deadline: float | None = None
     completions: list[Completion] = field(default_factory=list)
@@ -161,6 +163,7 @@ class Request:
     num_preemptions: int = 0
     _waiter: "asyncio.Future[None] | None" = None
     _has_news: bool = False
+    _is_due: bool = False
 
     @property
     def is_finished(self) -> bool:
@@ -173,17 +176,26 @@ class Request:
     def wake(self) -> None:
         """Tell the stream that something has come."""
         self._has_news = True
+        if self._waiter is not None and not self._is_due:
+            self._is_due = True
+            self.waker.add(self)
+
+    def deliver(self) -> None:
+        """Let the stream go on; only the waker calls this."""
+        self._is_due = False
         if self._waiter is not None and not self._waiter.done():
             self._waiter.set_result(None)
 
     async def news(self) -> None:
         """Wait until something has come since the last call; one waiter at a time."""
-        if not self._has_news:
-            self._waiter = asyncio.get_running_loop().create_future()
-            try:
-                await self._waiter
-            finally:
-                self._waiter = None
+        self._waiter = asyncio.get_running_loop().create_future()
+        if self._has_news:
+            # In turn all the same: a stream that never has to wait would keep others waiting.
+            self.wake()
+        try:
+            await self._waiter
+        finally:
+            self._waiter = None
         self._has_news = False
 
 

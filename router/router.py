@@ -35,6 +35,7 @@ from router.status_log import StatusLog
 from router.text.completion import CompletionText
 from router.text.stop_strings import StopScanner, StopStrings
 from router.text.tokenizer import TextTokenizer
+from router.waker import Waker
 
 _MAX_REMEMBERED = 20_000
 
@@ -88,6 +89,7 @@ class Router:
         self._reservations: dict[str, Reservation] = {}
         self._requests: dict[int, Request] = {}
         self._deadlines = Deadlines()
+        self._waker = Waker()
         self._owner_by_ended_id: OrderedDict[str, str] = OrderedDict()
         self._num_preparing = 0
         self._last_key = 0
@@ -181,6 +183,7 @@ class Router:
             timeline=Timeline(arrived=now),
             number=self._next_key(),
             account=self._shares.account(spec.tenant),
+            waker=self._waker,
             prefix=prefix_of(prompt_token_ids, spec.cache_salt),
             deadline=deadline,
         )
@@ -251,7 +254,8 @@ class Router:
             self._deadline_added.clear()
             wait_s = self.expire()
             with contextlib.suppress(TimeoutError):
-                await asyncio.wait_for(self._deadline_added.wait(), wait_s)
+                async with asyncio.timeout(wait_s):
+                    await self._deadline_added.wait()
 
     async def wait_idle(self) -> None:
         """Return once no caller is being answered."""

@@ -14,8 +14,10 @@ class SchedulerSettings(msgspec.Struct, frozen=True, forbid_unknown_fields=True)
     worker: Annotated[tuple[str, ...], help_text("host:port of a gpuworker to drive.")] = ()
     store_url: Annotated[str, help_text("Status store, redis:// or unix://; empty: none.")] = ""
     policy: Annotated[Literal["fcfs", "priority"], help_text("Order of waiting requests.")] = "fcfs"
-    max_num_batched_tokens: Annotated[int, help_text("Tokens a step, at most.")] = 0
-    max_num_seqs: Annotated[int, help_text("Requests in a step, at most.")] = 0
+    max_num_batched_tokens: Annotated[
+        int, help_text("Tokens a step, at most; 0: as the worker.")
+    ] = 0
+    max_num_seqs: Annotated[int, help_text("Requests in a step, at most; 0: as the worker.")] = 0
     long_prefill_token_threshold: Annotated[
         int, help_text("Tokens a step that one request gets, at most; 0: no limit.")
     ] = 0

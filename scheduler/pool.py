@@ -198,12 +198,15 @@ class Pool:
             await worker.connector.close()
 
     async def _describe(self, worker: ManagedWorker) -> WorkerInfo:
-        retry_s = _FIRST_RETRY_S
+        retry_s, last_reason = _FIRST_RETRY_S, ""
         while True:
             try:
                 return await worker.connector.describe()
             except WorkerUnavailableError as error:
-                logger.debug("worker at %s is not ready: %s", worker.address, error)
+                # Once each: a wrong token or certificate must show, a long load must not flood.
+                if (reason := str(error)) != last_reason:
+                    logger.info("worker at %s is not ready: %s", worker.address, reason)
+                    last_reason = reason
             await asyncio.sleep(retry_s)
             retry_s = min(2 * retry_s, _MAX_RETRY_S)
 
@@ -226,8 +229,16 @@ class Pool:
     async def _is_retired(self, worker: ManagedWorker, engine: Engine) -> bool:
         """Run an engine to its end; True if its worker is well and should have another."""
         is_retired = False
+        # In a task of its own: a TaskGroup that fails while it is cancelled forgets that it was
+        # cancelled, and we would look for the worker again in a scheduler that is shutting down.
+        running = asyncio.create_task(engine.run(), name=f"run {worker.address}")
         try:
-            await engine.run()
+            await asyncio.wait([running])
+        finally:
+            running.cancel()
+            await asyncio.wait([running])
+        try:
+            running.result()
         except* RetiredError:
             is_retired = True
         except* WorkerLostError as lost:

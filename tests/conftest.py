@@ -1,12 +1,18 @@
 """Fixtures of every test."""
 
 import os
+import signal
 from pathlib import Path
 
 import pytest
 
 # As the gpuworker sets it, and before any test imports torch: a busy machine must not stall us.
 os.environ.setdefault("OMP_WAIT_POLICY", "PASSIVE")
+
+
+# `make test &` in a script starts us deaf to Ctrl-C, and what we start would inherit that.
+if signal.getsignal(signal.SIGINT) is signal.SIG_IGN:
+    signal.signal(signal.SIGINT, signal.default_int_handler)
 
 
 @pytest.fixture(scope="session")

@@ -9,6 +9,7 @@ import hashlib
 import logging
 import os
 import platform
+import shlex
 import shutil
 import subprocess
 import tempfile
@@ -42,8 +43,9 @@ def load_library() -> ctypes.CDLL:
     Raises:
         NativeUnavailableError: it cannot be built or loaded here.
     """
-    compiler = os.environ.get("CXX") or next(filter(shutil.which, _COMPILERS), None)
-    if compiler is None:
+    named = os.environ.get("CXX") or next(filter(shutil.which, _COMPILERS), "")
+    compiler = shlex.split(named)
+    if not compiler:
         raise NativeUnavailableError("no C++ compiler on PATH")
     try:
         folder = cache_dir() / "kernels"
@@ -56,9 +58,9 @@ def load_library() -> ctypes.CDLL:
         raise NativeUnavailableError(str(error)) from error
 
 
-def _digest(compiler: str) -> str:
+def _digest(compiler: list[str]) -> str:
     """Of everything that the library depends on."""
-    version = _run([compiler, "--version"]).stdout
+    version = _run([*compiler, "--version"]).stdout
     parts = (_SOURCE.read_text(encoding="utf-8"), " ".join(_FLAGS), version, _processor())
     return hashlib.sha256("\0".join(parts).encode()).hexdigest()[:20]
 
@@ -73,18 +75,18 @@ def _processor() -> str:
     return "\n".join(sorted({line for line in lines if line.startswith(wanted)}))
 
 
-def _build(compiler: str, library: Path) -> None:
+def _build(compiler: list[str], library: Path) -> None:
     """Compiles beside the library's place and moves it there: nobody sees half of one."""
-    logger.info("building the CPU attention kernel with %s (once)", compiler)
+    logger.info("building the CPU attention kernel with %s (once)", compiler[0])
     with tempfile.TemporaryDirectory(dir=library.parent) as folder:
         draft = Path(folder) / library.name
-        base = [compiler, *_FLAGS, str(_SOURCE), "-o", str(draft)]
+        base = [*compiler, *_FLAGS, str(_SOURCE), "-o", str(draft)]
         # Without OpenMP (Apple's clang) it works on one thread.
         done = _run([*base, "-fopenmp"])
         if done.returncode:
             done = _run(base)
         if done.returncode:
-            raise NativeUnavailableError(f"{compiler} failed: {done.stderr.strip()[-500:]}")
+            raise NativeUnavailableError(f"{compiler[0]} failed: {done.stderr.strip()[-500:]}")
         draft.replace(library)
 
 

@@ -53,11 +53,25 @@ class AttentionConfig:
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
+class ExpertsConfig:
+    """A layer's mixture of experts; is_normalized: a token's weights add up to 1."""
+
+    num_experts: int
+    num_per_token: int
+    intermediate_size: int
+    is_normalized: bool
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
 class LayerConfig:
-    """One layer: rope None leaves positions out, sliding_window None sees everything."""
+    """One layer: rope None leaves positions out, sliding_window None sees everything.
+
+    experts None is one MLP of the model's intermediate_size.
+    """
 
     rope: Rope | None
     sliding_window: int | None = None
+    experts: ExpertsConfig | None = None
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

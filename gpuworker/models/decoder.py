@@ -12,6 +12,7 @@ from torch.nn import functional
 from gpuworker.attention.interface import AttentionLayer, LayerKv, PreparedStep
 from gpuworker.models.config import LayerConfig, ModelConfig, Rope
 from gpuworker.models.linear import Linear
+from gpuworker.models.mlp import Mlp
 from gpuworker.models.rope import RopeStep, RopeTable
 
 
@@ -19,7 +20,7 @@ from gpuworker.models.rope import RopeStep, RopeTable
 class LayerWeights:
     """Weights of a layer; norms are float32, [hidden_size] or, on queries and keys, [head_dim].
 
-    qkv: query, key and value rows in this order. gate_up: gate rows, then up rows.
+    qkv: query, key and value rows in this order.
     """
 
     input_norm: torch.Tensor
@@ -29,8 +30,7 @@ class LayerWeights:
     attention_output: Linear
     post_attention_norm: torch.Tensor | None
     mlp_norm: torch.Tensor
-    gate_up: Linear
-    down: Linear
+    mlp: Mlp
     post_mlp_norm: torch.Tensor | None
 
 
@@ -92,8 +92,8 @@ class Decoder:
             config = self.config.layers[i]
             attended = self._attend(layer, hidden, config, _Context(ropes, kv[i], attention, i))
             hidden = self._join(hidden, attended, layer.attention_output, layer.post_attention_norm)
-            gated = self._gate(layer, hidden)
-            hidden = self._join(hidden, gated, layer.down, layer.post_mlp_norm)
+            normed = self._norm(hidden, layer.mlp_norm)
+            hidden = self._join(hidden, normed, layer.mlp, layer.post_mlp_norm)
         return hidden
 
     def logits(self, hidden: torch.Tensor) -> torch.Tensor:
@@ -128,16 +128,12 @@ class Decoder:
         )
         return attended.reshape(-1, shape.num_heads * shape.head_dim)
 
-    def _gate(self, layer: LayerWeights, hidden: torch.Tensor) -> torch.Tensor:
-        """The MLP without its down product: [num_tokens, intermediate_size]."""
-        gate_up = layer.gate_up(self._norm(hidden, layer.mlp_norm))
-        gate, up = gate_up.chunk(2, dim=-1)
-        if self.config.activation == "silu":
-            return functional.silu(gate).mul_(up)
-        return functional.gelu(gate, approximate="tanh").mul_(up)
-
     def _join(
-        self, hidden: torch.Tensor, x: torch.Tensor, output: Linear, norm: torch.Tensor | None
+        self,
+        hidden: torch.Tensor,
+        x: torch.Tensor,
+        output: Linear | Mlp,
+        norm: torch.Tensor | None,
     ) -> torch.Tensor:
         """Adds a block's output to the residual stream."""
         if norm is None:

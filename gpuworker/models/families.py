@@ -5,7 +5,7 @@ from collections.abc import Callable
 from dataclasses import replace
 from typing import Any
 
-from gpuworker.models.config import AttentionConfig, LayerConfig, ModelConfig, Rope
+from gpuworker.models.config import AttentionConfig, ExpertsConfig, LayerConfig, ModelConfig, Rope
 from gpuworker.models.errors import UnsupportedModelError
 from gpuworker.models.rope_config import HfConfig, rope_config
 
@@ -131,6 +131,33 @@ def _with_qwen_windows(hf: HfConfig) -> HfConfig:
     return {**hf, "layer_types": kinds}
 
 
+def _mixtral(hf: HfConfig) -> ModelConfig:
+    config = _base(hf, "mixtral")
+    experts = ExpertsConfig(
+        num_experts=int(hf["num_local_experts"]),
+        num_per_token=int(hf["num_experts_per_tok"]),
+        intermediate_size=config.intermediate_size,
+        is_normalized=True,
+    )
+    return replace(config, layers=tuple(replace(layer, experts=experts) for layer in config.layers))
+
+
+def _qwen3_moe(hf: HfConfig) -> ModelConfig:
+    config = replace(_qwen3(hf), family="qwen3_moe")
+    experts = ExpertsConfig(
+        num_experts=int(hf.get("num_experts") or hf["num_local_experts"]),
+        num_per_token=int(hf["num_experts_per_tok"]),
+        intermediate_size=int(hf["moe_intermediate_size"]),
+        is_normalized=bool(hf.get("norm_topk_prob", False)),
+    )
+    dense, step = hf.get("mlp_only_layers") or [], int(hf.get("decoder_sparse_step", 1))
+    layers = [
+        layer if i in dense or (i + 1) % step else replace(layer, experts=experts)
+        for i, layer in enumerate(config.layers)
+    ]
+    return replace(config, layers=tuple(layers))
+
+
 def _smollm3(hf: HfConfig) -> ModelConfig:
     config = _base({"tie_word_embeddings": True, **_with_qwen_windows(hf)}, "smollm3")
     has_bias = bool(hf.get("attention_bias", False))
@@ -225,4 +252,6 @@ _BUILDERS: dict[str, Callable[[HfConfig], ModelConfig]] = {
     "Phi3ForCausalLM": _phi3,
     "Gemma2ForCausalLM": _gemma2,
     "Gemma3ForCausalLM": _gemma3,
+    "MixtralForCausalLM": _mixtral,
+    "Qwen3MoeForCausalLM": _qwen3_moe,
 }

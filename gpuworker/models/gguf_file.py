@@ -34,6 +34,13 @@ _LAYER_NAMES = {
     "ffn_gate": "mlp.gate_proj",
     "ffn_up": "mlp.up_proj",
     "ffn_down": "mlp.down_proj",
+    "ffn_gate_inp": "mlp.gate",
+}
+# All experts of a layer in one tensor: the expert's own name follows its number.
+_STACKED_NAMES = {
+    "ffn_gate_exps": "gate_proj",
+    "ffn_up_exps": "up_proj",
+    "ffn_down_exps": "down_proj",
 }
 # Architectures that use a name for another thing.
 _LAYER_NAMES_BY_ARCHITECTURE = {
@@ -71,11 +78,10 @@ class GgufSource:
         self._buffer = header.buffer
         self._metadata = GgufMetadata(header.metadata)
         names = _LAYER_NAMES | _LAYER_NAMES_BY_ARCHITECTURE.get(self._metadata.architecture, {})
-        self._tensor_by_name = {
-            _hf_name(name, names): tensor
-            for name, tensor in header.tensors.items()
-            if name not in _ROPE_DIVISORS
-        }
+        self._tensor_by_name: dict[str, GgufTensor] = {}
+        for name, tensor in header.tensors.items():
+            if name not in _ROPE_DIVISORS:
+                self._tensor_by_name |= _hf_tensors(name, tensor, names)
         self._divisors = {
             field: tuple(self._values(header.tensors[name]).tolist())
             for name, field in _ROPE_DIVISORS.items()
@@ -162,12 +168,33 @@ class GgufSource:
         return rows.transpose(1, 2).reshape(weight.shape)
 
 
-def _hf_name(name: str, layer_names: dict[str, str]) -> str:
-    """A tensor's Hugging Face name; an unknown one is kept, for the loader to refuse."""
+def _hf_tensors(
+    name: str, tensor: GgufTensor, layer_names: dict[str, str]
+) -> dict[str, GgufTensor]:
+    """A tensor, or the experts' tensors that are stacked in it, by Hugging Face name.
+
+    An unknown name is kept, for the loader to refuse.
+    """
     if name in _GLOBAL_NAMES:
-        return _GLOBAL_NAMES[name]
+        return {_GLOBAL_NAMES[name]: tensor}
     if not name.startswith("blk."):
-        return name
+        return {name: tensor}
     _, layer, rest = name.split(".", 2)
     stem, _, kind = rest.rpartition(".")
-    return f"model.layers.{layer}.{layer_names.get(stem, stem)}.{kind}"
+    prefix = f"model.layers.{layer}"
+    if stem in _STACKED_NAMES:
+        return {
+            f"{prefix}.mlp.experts.{i}.{_STACKED_NAMES[stem]}.{kind}": expert
+            for i, expert in enumerate(_unstacked(tensor))
+        }
+    return {f"{prefix}.{layer_names.get(stem, stem)}.{kind}": tensor}
+
+
+def _unstacked(tensor: GgufTensor) -> list[GgufTensor]:
+    """The parts of a tensor along its first dimension, which lie one after the other."""
+    count, *shape = tensor.shape
+    size = tensor.num_bytes // count
+    return [
+        replace(tensor, shape=tuple(shape), offset=tensor.offset + i * size, num_bytes=size)
+        for i in range(count)
+    ]

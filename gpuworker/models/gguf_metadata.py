@@ -34,12 +34,19 @@ class GgufMetadata:
         """Whether query and key rows are in the order of interleaved rotation."""
         return self.architecture in _INTERLEAVED
 
+    @property
+    def num_experts(self) -> int:
+        """Experts of each mixture; 0 for a model without."""
+        return int(self.model("expert_count", 0))
+
     def as_hf(self) -> dict[str, Any]:
         """The facts of a config.json; without what only the tensors tell."""
         num_heads = int(self.model("attention.head_count"))
         hidden_size = int(self.model("embedding_length"))
         head_dim = int(self.model("attention.key_length", hidden_size // num_heads))
         name, extra = _ARCHITECTURES[self.architecture]
+        if self.architecture == "llama" and self.num_experts:
+            name = "MixtralForCausalLM"
         return {
             "architectures": [name],
             "hidden_size": hidden_size,
@@ -56,6 +63,8 @@ class GgufMetadata:
             "rope_theta": float(self.model("rope.freq_base", 10000.0)),
             "partial_rotary_factor": self.model("rope.dimension_count", head_dim) / head_dim,
             "rope_scaling": self._rope_scaling(),
+            "num_local_experts": self.num_experts,
+            "num_experts_per_tok": int(self.model("expert_used_count", 0)),
         } | extra(self)
 
     def eos_token_ids(self) -> tuple[int, ...]:
@@ -82,6 +91,13 @@ class GgufMetadata:
 
 def _nothing(_metadata: GgufMetadata) -> dict[str, Any]:
     return {}
+
+
+def _qwen3_moe(metadata: GgufMetadata) -> dict[str, Any]:
+    return {
+        "moe_intermediate_size": int(metadata.model("expert_feed_forward_length")),
+        "norm_topk_prob": True,
+    }
 
 
 def _smollm3(metadata: GgufMetadata) -> dict[str, Any]:
@@ -113,6 +129,7 @@ _ARCHITECTURES: dict[str, tuple[str, Callable[[GgufMetadata], dict[str, Any]]]] 
     "llama": ("LlamaForCausalLM", _nothing),
     "qwen2": ("Qwen2ForCausalLM", _nothing),
     "qwen3": ("Qwen3ForCausalLM", _nothing),
+    "qwen3moe": ("Qwen3MoeForCausalLM", _qwen3_moe),
     "smollm3": ("SmolLM3ForCausalLM", _smollm3),
     "phi3": ("Phi3ForCausalLM", _nothing),
     "gemma2": ("Gemma2ForCausalLM", _gemma2),

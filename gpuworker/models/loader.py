@@ -8,10 +8,11 @@ from dataclasses import replace
 
 import torch
 
-from gpuworker.models.config import ModelConfig
+from gpuworker.models.config import ExpertsConfig, ModelConfig
 from gpuworker.models.decoder import Decoder, LayerWeights, ModelWeights
 from gpuworker.models.errors import WeightError
 from gpuworker.models.linear import Linear, make_linear
+from gpuworker.models.mlp import GatedMlp, MixtureMlp, Mlp
 from gpuworker.models.source import WeightSource
 
 Progress = Callable[[int, int], None]
@@ -106,19 +107,38 @@ class _Loader:
                 f"{layer}.{after_attention}", hidden if after_attention else None
             ),
             mlp_norm=self._norm(f"{layer}.{before_mlp}", hidden),
-            gate_up=self._fused(
-                f"{layer}.mlp",
-                {"gate_proj": config.intermediate_size, "up_proj": config.intermediate_size},
-                "gate_up_proj",
-                hidden,
-                config.mlp_bias,
-            ),
-            down=self._linear(
-                f"{layer}.mlp.down_proj", (hidden, config.intermediate_size), config.mlp_bias
-            ),
+            mlp=self._mlp(layer, config, config.layers[index].experts),
             post_mlp_norm=self._optional_norm(
                 f"{layer}.post_feedforward_layernorm", hidden if config.has_post_norms else None
             ),
+        )
+
+    def _mlp(self, layer: str, config: ModelConfig, experts: ExpertsConfig | None) -> Mlp:
+        prefix, names = f"{layer}.mlp", ("gate_proj", "up_proj", "down_proj")
+        if experts is None:
+            return self._gated(prefix, config, config.intermediate_size, names)
+        if f"{layer}.block_sparse_moe.gate.weight" in self._names:
+            prefix, names = f"{layer}.block_sparse_moe", ("w1", "w3", "w2")
+        return MixtureMlp(
+            self._linear(f"{prefix}.gate", (experts.num_experts, config.hidden_size), False),
+            [
+                self._gated(f"{prefix}.experts.{i}", config, experts.intermediate_size, names)
+                for i in range(experts.num_experts)
+            ],
+            num_per_token=experts.num_per_token,
+            is_normalized=experts.is_normalized,
+        )
+
+    def _gated(
+        self, prefix: str, config: ModelConfig, size: int, names: tuple[str, str, str]
+    ) -> GatedMlp:
+        """A gated MLP of some intermediate size; names are of its gate, up and down tensors."""
+        gate, up, down = names
+        hidden = config.hidden_size
+        return GatedMlp(
+            self._fused(prefix, {gate: size, up: size}, "gate_up_proj", hidden, config.mlp_bias),
+            self._linear(f"{prefix}.{down}", (hidden, size), config.mlp_bias),
+            config.activation,
         )
 
     def _fused(

@@ -20,7 +20,14 @@ from gpuworker.core.plan import PlanError, StepPlan, StepResult
 from gpuworker.engine import Engine
 from gpuworker.rpc import wire
 from headrace.service import telemetry
-from headrace.service.errors import ServiceError, aborted, invalid, unavailable, unimplemented
+from headrace.service.errors import (
+    ServiceError,
+    aborted,
+    internal,
+    invalid,
+    unavailable,
+    unimplemented,
+)
 from headrace.v1 import common_pb2, gpuworker_pb2, gpuworker_pb2_grpc
 
 logger = logging.getLogger(__name__)
@@ -134,6 +141,7 @@ class GpuWorkerService(gpuworker_pb2_grpc.GpuWorkerServicer):
             raise unavailable("DRAINING", "this worker is shutting down")
         stream = self._replace_stream()
         reader = asyncio.create_task(self._read(engine, stream, plans))
+        reader.add_done_callback(partial(_end_broken, stream))
         try:
             while True:
                 result = await stream.results.get()
@@ -228,6 +236,15 @@ class GpuWorkerService(gpuworker_pb2_grpc.GpuWorkerServicer):
             raise invalid("plan", str(error)) from error
         except _StaleStreamError:
             raise aborted("STREAM_REPLACED", "another Execute stream took over") from None
+
+
+def _end_broken(stream: _Stream, reader: "asyncio.Task[None]") -> None:
+    """Ends a stream whose reader failed in a way nobody foresaw; it would wait for ever."""
+    if not reader.cancelled() and (error := reader.exception()) is not None:
+        logger.error("reading plans failed", exc_info=error)
+        stream.results.put_nowait(
+            internal("INTERNAL", f"reading plans failed: {type(error).__name__}; see the log")
+        )
 
 
 class _StaleStreamError(Exception):

@@ -4,6 +4,7 @@ A command's module is imported when the command is used, so that help is there a
 """
 
 import contextlib
+import difflib
 import importlib
 import os
 import sys
@@ -13,6 +14,9 @@ from typing import Any
 import click
 
 from headrace.cli.exits import INTERRUPTED, PIPE_CLOSED
+
+# gRPC's own log lines would stand between an answer's; errors come back as exceptions.
+os.environ.setdefault("GRPC_VERBOSITY", "NONE")
 
 # Name -> what `headrace --help` says of it; the module is headrace.cli.<name> unless given.
 _COMMANDS = {
@@ -43,6 +47,14 @@ class _App(click.Group):
     def list_commands(self, ctx: click.Context) -> list[str]:  # noqa: ARG002 click's signature
         return list(_COMMANDS)
 
+    def resolve_command(
+        self, ctx: click.Context, args: list[str]
+    ) -> tuple[str | None, click.Command | None, list[str]]:
+        near = difflib.get_close_matches(args[0], _COMMANDS, n=1)
+        if near and near[0] != args[0]:
+            ctx.fail(f"no such command {args[0]!r}; did you mean {near[0]!r}?")
+        return super().resolve_command(ctx, args)
+
     def get_command(self, ctx: click.Context, cmd_name: str) -> click.Command | None:  # noqa: ARG002
         if cmd_name not in _COMMANDS:
             return None
@@ -71,6 +83,9 @@ def _our_exits() -> Iterator[None]:
         yield
         sys.stdout.flush()
     except KeyboardInterrupt:
+        if sys.stdout.isatty():
+            # The shell's prompt is to begin a line, not to end ours.
+            click.echo()
         sys.exit(INTERRUPTED)
     except BrokenPipeError:
         # Python would complain once more when it flushes at its own exit.

@@ -23,20 +23,23 @@ if TYPE_CHECKING:
 
 
 @click.command()
+@click.argument("message", required=False)
 @click.option("--system", default="", help="System message, before everything else.")
 @click.option("--figures", is_flag=True, help="After each answer, how fast it was.")
 @request_options
 @sampling_options
 @connection_options
-def chat(system: str, figures: bool, **arguments: Any) -> None:
+def chat(message: str | None, system: str, figures: bool, **arguments: Any) -> None:
     """Talk to a model; it remembers the conversation until you leave.
 
-    Ctrl-C ends an answer (on the server too) and the conversation goes on; Ctrl-D leaves.
-    /clear forgets what was said. In a pipe, each line is a turn.
+    MESSAGE, if given, is the first thing said. Ctrl-C ends an answer (on the server too) and the
+    conversation goes on; Ctrl-D leaves. /clear forgets what was said. In a pipe, each line is a
+    turn.
 
     \b
     Examples:
       headrace chat --temperature 0.2
+      headrace chat "Why is the sky blue?"
       headrace chat --system "Answer in one sentence."
       printf 'Hello\\nWho are you?\\n' | headrace chat
     """
@@ -54,7 +57,7 @@ def chat(system: str, figures: bool, **arguments: Any) -> None:
         if system:
             conversation.messages.append(ChatMessage("system", system))
         try:
-            conversation.talk(runner)
+            conversation.talk(runner, message)
         finally:
             runner.run(client.aclose())
 
@@ -81,14 +84,16 @@ class _Conversation:
         self._figures = figures
         self._is_interactive = sys.stdin.isatty()
 
-    def talk(self, runner: asyncio.Runner) -> None:
+    def talk(self, runner: asyncio.Runner, first: str | None = None) -> None:
         """Turns until Ctrl-D; Failure of a turn ends a pipe, but not a conversation."""
         num_system = len(self.messages)
-        while (line := self._read()) is not None:
+        line = self._read() if first is None else first
+        while line is not None:
             if line.strip() == "/clear":
                 del self.messages[num_system:]
             elif line.strip():
                 self._turn(runner, line)
+            line = self._read()
 
     def _read(self) -> str | None:
         """The next line, None at the end."""

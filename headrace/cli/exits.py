@@ -32,12 +32,17 @@ class Unreachable(Failure):
 def explained(error: "ServiceError") -> Failure:
     """A ServiceError as one line that says what to do."""
     if error.reason == "UNREACHABLE":
-        return Unreachable(
-            f"{error.message}. Start one with `headrace serve`, or say where it is with"
-            " --server HOST:PORT"
-        )
+        return Unreachable(f"{error.message}. {_what_to_try(error.message)}")
     retry = f" (again in {error.retry_after_s:g} s)" if error.retry_after_s else ""
     return Failure(f"{error.message}{retry} [{error.reason}]")
+
+
+def _what_to_try(message: str) -> str:
+    if "Tls handshake failed" in message:
+        return "See whether --tls-ca-file has signed its certificate, and whether it has TLS at all"
+    if "Socket closed" in message:
+        return "Something listens there; if it wants TLS, give --tls-ca-file"
+    return "Start one with `headrace serve`, or say where it is with --server HOST:PORT"
 
 
 def run(

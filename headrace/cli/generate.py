@@ -78,7 +78,9 @@ def _prompt(text: str, *, chat: bool, system: str, token_ids: bool) -> "Prompt":
         try:
             return [int(part) for part in text.replace(",", " ").split()]
         except ValueError as error:
-            raise click.BadParameter(str(error), param_hint="PROMPT") from error
+            raise click.BadParameter(
+                "with --token-ids it must be whole numbers, like '504 3575'", param_hint="PROMPT"
+            ) from error
     if not (chat or system):
         return text
     before = [ChatMessage("system", system)] if system else []

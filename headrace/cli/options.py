@@ -127,12 +127,22 @@ def open_client(arguments: dict[str, Any]) -> "HeadraceClient":
 
     taken = {name: arguments.pop(name) for name in CONNECTION_NAMES}
     server = str(taken.pop("server"))
-    if ":" not in server:
-        raise click.BadParameter(
-            f"{server!r} has no port; write HOST:PORT, like {DEFAULT_SERVER}",
-            param_hint="--server",
-        )
+    _check_address(server)
     return HeadraceClient(server, ChannelConfig(**taken))
+
+
+def _check_address(server: str) -> None:
+    """Only what gRPC would take silently for something else."""
+    port = server.rpartition(":")[2]
+    if ":" not in server:
+        wrong = f"{server!r} has no port"
+    elif not server.startswith("unix:") and not (port.isdecimal() and 0 < int(port) < 65536):
+        wrong = f"{port!r} is not a port"
+    else:
+        return
+    raise click.BadParameter(
+        f"{wrong}; write HOST:PORT, like {DEFAULT_SERVER}", param_hint="--server"
+    )
 
 
 def take_request_options(arguments: dict[str, Any]) -> dict[str, Any]:

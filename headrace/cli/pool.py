@@ -57,7 +57,13 @@ def pool(as_json: bool, **arguments: Any) -> None:
 
 
 @click.command()
-@click.option("--interval-s", type=click.FloatRange(min=0.1), default=1.0, show_default=True)
+@click.option(
+    "--interval-s",
+    type=click.FloatRange(min=0.1),
+    default=1.0,
+    show_default=True,
+    help="Time between two looks.",
+)
 @connection_options
 def top(interval_s: float, **arguments: Any) -> None:
     """The workers and their load, shown again and again until Ctrl-C."""

@@ -4,7 +4,8 @@ import gzip
 import json
 import lzma
 import sys
-from collections.abc import Callable
+import tarfile
+from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
 
@@ -38,33 +39,48 @@ _UNPACKERS: dict[str, Callable[[bytes], bytes]] = {
 def replay(traces: tuple[Path, ...], changes: tuple[str, ...]) -> None:
     """Replay recorded runs of the scheduler.
 
-    Feeds each TRACE (a JSON trace or a file that `--record` wrote, also .gz and .xz) to the
-    scheduling core and compares every step. Prints the first difference; exits with 0 only if all
-    match. With --set, nothing is compared: the run is tried under other settings.
+    Feeds each TRACE (a JSON trace or a file that `--record` wrote, also .gz and .xz, or a tar
+    archive of traces) to the scheduling core and compares every step. Prints the first difference;
+    exits with 0 only if all match. With --set, nothing is compared: the run is tried under other
+    settings.
     """
     try:
-        loaded = [(path, read_trace(path)) for path in traces]
+        loaded = [named for path in traces for named in read_traces(path)]
         if changes:
-            for path, trace in loaded:
-                _print_outcomes(path, trace, changes)
+            for name, trace in loaded:
+                _print_outcomes(name, trace, changes)
             return
     except ValueError as error:
         raise click.ClickException(str(error)) from error
-    num_different = sum(not _matches(path, trace) for path, trace in loaded)
+    num_different = sum(not _matches(name, trace) for name, trace in loaded)
     if num_different:
         click.echo(f"{num_different} of {len(loaded)} differ")
         sys.exit(1)
     click.echo(f"{len(loaded)} of {len(loaded)} match")
 
 
-def read_trace(path: Path) -> Record:
-    """A trace from a file: one JSON object, or a recording with one record a line.
+def read_traces(path: Path) -> Iterator[tuple[str, Record]]:
+    """The traces in a file, by name: one, or those of a tar archive.
 
     Raises:
-        ValueError: it is neither.
+        ValueError: it holds something else.
     """
-    unpack = _UNPACKERS.get(path.suffix, bytes)
-    text = unpack(path.read_bytes()).decode()
+    if not tarfile.is_tarfile(path):
+        yield path.name, _trace(str(path), path.suffix, path.read_bytes())
+        return
+    with tarfile.open(path) as archive:
+        for member in archive:
+            if (file := archive.extractfile(member)) is not None:
+                name = Path(member.name)
+                yield name.name, _trace(f"{path}: {member.name}", name.suffix, file.read())
+
+
+def _trace(name: str, suffix: str, data: bytes) -> Record:
+    """One JSON object, or a recording with one record a line."""
+    try:
+        text = _UNPACKERS.get(suffix, bytes)(data).decode()
+    except (UnicodeDecodeError, OSError, EOFError, lzma.LZMAError) as error:
+        raise ValueError(f"{name} is no trace: {error}") from error
     try:
         trace: Any = json.loads(text)
     except json.JSONDecodeError:
@@ -75,22 +91,20 @@ def read_trace(path: Path) -> Record:
         try:
             trace = assemble([json.loads(line) for line in lines])
         except (ValueError, TypeError, AttributeError) as error:
-            raise ValueError(f"{path} is no trace: {error!r}") from error
+            raise ValueError(f"{name} is no trace: {error!r}") from error
     if not isinstance(trace, dict) or not {"config", "steps", "requests"} <= trace.keys():
-        raise ValueError(f"{path} is no trace: it lacks config, requests or steps")
+        raise ValueError(f"{name} is no trace: it lacks config, requests or steps")
     return trace
 
 
-def _matches(path: Path, trace: Record) -> bool:
+def _matches(name: str, trace: Record) -> bool:
     difference = first_difference(trace)
     if difference is None:
         return True
     if difference.is_on_purpose:
-        click.echo(
-            f"{path.name}: step {difference.step}: ends on purpose where the reference hangs"
-        )
+        click.echo(f"{name}: step {difference.step}: ends on purpose where the reference hangs")
         return True
-    click.echo(f"{path.name}: step {difference.step}: {difference.field}")
+    click.echo(f"{name}: step {difference.step}: {difference.field}")
     click.echo(f"  expected  {_short(difference.expected)}")
     click.echo(f"  got       {_short(difference.got)}")
     return False
@@ -100,10 +114,10 @@ def _short(value: Any) -> str:
     return "nothing" if value is None else json.dumps(value)
 
 
-def _print_outcomes(path: Path, trace: Record, changes: tuple[str, ...]) -> None:
+def _print_outcomes(name: str, trace: Record, changes: tuple[str, ...]) -> None:
     tried = try_settings(trace, changed(settings(trace), changes))
     recorded = recorded_outcome(trace)
-    click.echo(f"{path.name} with {', '.join(changes)}")
+    click.echo(f"{name} with {', '.join(changes)}")
     click.echo(f"  {'':24}{'recorded':>12}{'changed':>12}")
     for field, title in _ROWS:
         before, after = getattr(recorded, field), getattr(tried, field)

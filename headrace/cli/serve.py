@@ -1,6 +1,7 @@
 """`headrace serve`: everything on this machine, in the foreground."""
 
 import asyncio
+import os
 import signal
 import socket
 from pathlib import Path
@@ -15,6 +16,9 @@ from headrace.cli.serving import ended, flags, make_config, model_options
 if TYPE_CHECKING:
     from headrace.client import ChannelConfig
     from headrace.local import LocalConfig
+    from headrace.service.serving import ServingConfig
+
+_DRAIN_TIMEOUT_S = 5.0
 
 
 @click.command()
@@ -44,9 +48,7 @@ if TYPE_CHECKING:
 @click.option(
     "--drain-timeout-s",
     type=float,
-    default=5.0,
-    show_default=True,
-    help="Time for running requests to finish after Ctrl-C.",
+    help="Time for running requests to finish after Ctrl-C.  [default: 5]",
 )
 @click.option("--tls-cert-file", default="", metavar="PEM", help="Certificate; turns TLS on.")
 @click.option("--tls-key-file", default="", metavar="PEM", help="Its private key.")
@@ -73,7 +75,7 @@ def serve(
     port: int,
     store_url: str | None,
     data_dir: Path | None,
-    drain_timeout_s: float,
+    drain_timeout_s: float | None,
     config_file: Path | None,
     **arguments: Any,
 ) -> None:  # fmt: skip
@@ -93,6 +95,7 @@ def serve(
         for name in ("tls_cert_file", "tls_key_file", "tls_client_ca_file", "auth_token_file")
     }
     _check_free(host, port)
+    seen = _seen_serving(serving | {"drain_timeout_s": drain_timeout_s}, config_file)
     with Steps() as steps:
         config = make_config(
             arguments,
@@ -100,12 +103,12 @@ def serve(
             listen=f"[{host}]:{port}" if ":" in host else f"{host}:{port}",
             store_url=store_url,
             data_dir=data_dir,
-            drain_timeout_s=drain_timeout_s,
-            shared_flags=flags({"config": config_file}),
+            drain_timeout_s=seen.drain_timeout_s,
+            file=config_file,
             router_flags=flags(serving),
-            channel=_channel(serving),
+            channel=_channel(seen),
         )
-        asyncio.run(_serve(config, steps))
+        asyncio.run(_serve(config, steps, _caller_options(seen)))
 
 
 def _check_free(host: str, port: int) -> None:
@@ -114,21 +117,58 @@ def _check_free(host: str, port: int) -> None:
     try:
         socket.create_server((host, port), family=family).close()
     except OSError as error:
+        # What follows the reason says the address once more.
+        reason = str(error.strerror).partition(" (while")[0]
         raise Failure(
-            f"cannot listen on {host}:{port} ({error.strerror}); choose another --port or --host"
+            f"cannot listen on {host}:{port} ({reason}); choose another --port or --host"
         ) from error
 
 
-def _channel(serving: dict[str, str]) -> "ChannelConfig | None":
+def _seen_serving(given: dict[str, Any], file: Path | None) -> "ServingConfig":
+    """How callers find the router: flags over environment over file, as the router reads them.
+
+    ConfigError when that cannot be, before a model is loaded for it.
+    """
+    from headrace.service.config import is_set, load
+    from headrace.service.serving import ServingConfig, read_file, read_token
+
+    overrides = {name: value for name, value in given.items() if value not in {None, ""}}
+    if not is_set("drain_timeout_s", section="serving", file=file, environ=os.environ):
+        # Shorter than a service's own: somebody at a terminal waits.
+        overrides.setdefault("drain_timeout_s", _DRAIN_TIMEOUT_S)
+    serving = load(
+        ServingConfig, section="serving", file=file, environ=os.environ, overrides=overrides
+    )
+    if serving.auth_token_file:
+        read_token(serving.auth_token_file)
+    for pem in (serving.tls_cert_file, serving.tls_key_file, serving.tls_client_ca_file):
+        if pem:
+            read_file(pem)
+    return serving
+
+
+def _channel(serving: "ServingConfig") -> "ChannelConfig | None":
     """How the router can be asked whether it is ready; None when only strangers could."""
     from headrace.client import ChannelConfig
 
-    if serving["tls_cert_file"]:
+    if serving.tls_cert_file:
         return None
-    return ChannelConfig(auth_token_file=serving["auth_token_file"])
+    return ChannelConfig(auth_token_file=serving.auth_token_file)
 
 
-async def _serve(config: "LocalConfig", steps: Steps) -> None:
+def _caller_options(serving: "ServingConfig") -> str:
+    """What a caller's command needs beside --server."""
+    options = ""
+    if serving.tls_cert_file:
+        options += " --tls-ca-file CA.pem"
+    if serving.tls_client_ca_file:
+        options += " --tls-cert-file YOURS.pem --tls-key-file YOURS.key"
+    if serving.auth_token_file:
+        options += f" --auth-token-file {serving.auth_token_file}"
+    return options
+
+
+async def _serve(config: "LocalConfig", steps: Steps, caller_options: str) -> None:
     from headrace.local import LocalError, local_pool
 
     ours = asyncio.current_task()
@@ -139,7 +179,7 @@ async def _serve(config: "LocalConfig", steps: Steps) -> None:
     try:
         async with local_pool(config, tell=steps.begin, log=steps.log) as pool:
             steps.done()
-            click.echo(_welcome(config.model_name, pool.address))
+            click.echo(_welcome(config.model_name, pool.address, caller_options))
             try:
                 raise ended(await pool.wait_failed())
             finally:
@@ -153,8 +193,9 @@ async def _serve(config: "LocalConfig", steps: Steps) -> None:
             loop.remove_signal_handler(number)
 
 
-def _welcome(model: str, address: str) -> str:
+def _welcome(model: str, address: str, caller_options: str) -> str:
     server = "" if address == "127.0.0.1:8700" else f" --server {address}"
+    server += caller_options
     return (
         f"Serving {model} at {address} (gRPC, headrace.v1.Inference). In another terminal:\n"
         f"  headrace chat{server}\n"

@@ -1,5 +1,6 @@
 """What `serve` and `demo` share: their options, and the services they start."""
 
+import os
 from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, TypeVar
@@ -37,7 +38,7 @@ _MODEL = (
     click.option("--kv-cache-memory-bytes", type=int, help="The same, in bytes."),
     click.option("--otlp-endpoint", help="Send traces there, like http://127.0.0.1:4317."),
     click.option("--log-level", type=click.Choice(["debug", "info", "warning", "error"]),
-                 default="warning", show_default=True, help="Of the services, shown on stderr."),
+                 help="Of the services, shown on stderr.  [default: warning]"),
 )  # fmt: skip
 
 _WORKER_FLAGS = (
@@ -59,9 +60,15 @@ def model_options(command: Command) -> Command:
     return command
 
 
-def make_config(arguments: dict[str, Any], steps: "Steps", **changed: Any) -> "LocalConfig":
-    """The services that the model options describe; the model is fetched if need be. Blocks."""
+def make_config(
+    arguments: dict[str, Any], steps: "Steps", *, file: Path | None = None, **changed: Any
+) -> "LocalConfig":
+    """The services that the model options describe; the model is fetched if need be. Blocks.
+
+    file is the services' settings; what a flag has a default for here is the file's to say first.
+    """
     from headrace.local import LocalConfig
+    from headrace.service.config import is_set
     from headrace.service.model_files import ModelFilesError, resolve
 
     model = arguments["model"]
@@ -69,6 +76,9 @@ def make_config(arguments: dict[str, Any], steps: "Steps", **changed: Any) -> "L
         path = resolve(model, steps.fetched)
     except ModelFilesError as error:
         raise Failure(str(error)) from error
+    log_level = arguments["log_level"]
+    if not log_level and not is_set("log_level", section="process", file=file, environ=os.environ):
+        log_level = "warning"
     given = {name: arguments[name] for name in _WORKER_FLAGS if arguments[name] is not None}
     return LocalConfig(
         model_path=path,
@@ -76,9 +86,8 @@ def make_config(arguments: dict[str, Any], steps: "Steps", **changed: Any) -> "L
         num_workers=arguments["workers"],
         worker_flags=flags(given),
         shared_flags=[
-            *flags({"log_level": arguments["log_level"]}),
-            *flags({"otlp_endpoint": arguments["otlp_endpoint"]}),
-            *changed.pop("shared_flags", ()),
+            *flags({"log_level": log_level, "otlp_endpoint": arguments["otlp_endpoint"]}),
+            *flags({"config": file}),
         ],
         **changed,
     )

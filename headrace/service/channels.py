@@ -1,5 +1,6 @@
 """Channels from a caller to a service, with TLS, token and keepalive as we serve them."""
 
+import re
 from typing import Annotated, Any
 
 import grpc
@@ -7,7 +8,12 @@ import grpc.aio
 import msgspec
 
 from headrace.service.config import help_text
-from headrace.service.serving import read_file, read_token
+from headrace.service.tls import read_authorities, read_pair, read_token
+
+_CONNECT_NOISE = re.compile(
+    r"^failed to connect to all addresses; last error: [A-Z_]+: (?:(?:ipv[46]|unix):\S+: )?"
+    r"(?:Failed to connect to remote host: )?"
+)
 
 
 class ChannelConfig(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
@@ -71,11 +77,16 @@ def open_channel(target: str, config: ChannelConfig | None = None) -> grpc.aio.C
         # grpc.aio files an interceptor under one kind only, so there is one object per kind.
         token = read_token(config.auth_token_file)
         interceptors = [_TokenUnary(token), _TokenServerStream(token), _TokenBidi(token)]
-    if not (config.tls or config.tls_ca_file or config.tls_cert_file):
+    has_pair = bool(config.tls_cert_file or config.tls_key_file)
+    if not (config.tls or config.tls_ca_file or has_pair):
         return grpc.aio.insecure_channel(target, options=options, interceptors=interceptors)
+    cert, key = read_pair(config.tls_cert_file, config.tls_key_file) if has_pair else (None, None)
     credentials = grpc.ssl_channel_credentials(
-        read_file(config.tls_ca_file) if config.tls_ca_file else None,
-        read_file(config.tls_key_file) if config.tls_key_file else None,
-        read_file(config.tls_cert_file) if config.tls_cert_file else None,
+        read_authorities(config.tls_ca_file) if config.tls_ca_file else None, key, cert
     )
     return grpc.aio.secure_channel(target, credentials, options=options, interceptors=interceptors)
+
+
+def connect_failure(details: str) -> str:
+    """Why a peer was not reached, out of what gRPC says: the address is known to who asked."""
+    return _CONNECT_NOISE.sub("", details)

@@ -4,6 +4,7 @@ A struct's fields are its TOML keys ([section]), its environment variables
 (HEADRACE_<SECTION>_<FIELD>) and its flags (--field-name). Later ones win, in that order.
 """
 
+import difflib
 import tomllib
 import types
 from collections.abc import Callable, Mapping
@@ -12,6 +13,12 @@ from typing import Annotated, Any, Literal, TypeVar, Union, get_args, get_origin
 
 import click
 import msgspec
+
+# Every section that some service reads: they share one file, so each must know the others' names.
+SECTIONS = (
+    *("router", "tenant", "tenants", "scheduler", "pool", "gpuworker"),
+    *("serving", "channel", "process"),
+)
 
 T = TypeVar("T", bound=msgspec.Struct)
 Command = TypeVar("Command", bound=Callable[..., Any])
@@ -54,6 +61,13 @@ def load(
     return _convert(struct, values | _checked(struct, given, "flags"), section)
 
 
+def is_set(key: str, *, section: str, file: Path | None, environ: Mapping[str, str]) -> bool:
+    """Whether the file or the environment has a say in a setting."""
+    if f"HEADRACE_{section}_{key}".upper() in environ:
+        return True
+    return file is not None and key in _section_of_file(file, section)
+
+
 def _section_of_file(file: Path, section: str) -> dict[str, object]:
     try:
         document = tomllib.loads(file.read_text(encoding="utf-8"))
@@ -61,6 +75,11 @@ def _section_of_file(file: Path, section: str) -> dict[str, object]:
         raise ConfigError(f"cannot read {file}: {error.strerror}") from error
     except (tomllib.TOMLDecodeError, UnicodeDecodeError) as error:
         raise ConfigError(f"{file} is not TOML: {error}") from error
+    for name in document:
+        if name not in SECTIONS and name != section:
+            near = difflib.get_close_matches(name, SECTIONS, n=1)
+            hint = f"did you mean [{near[0]}]?" if near else f"known: {', '.join(SECTIONS)}"
+            raise ConfigError(f"{file}: unknown section [{name}]; {hint}")
     values = document.get(section, {})
     if not isinstance(values, dict):
         raise ConfigError(f"{file}: [{section}] must be a table")
@@ -128,7 +147,7 @@ def _flag(name: str, annotation: Any, field: msgspec.structs.FieldInfo) -> Any:
         annotation, *extras = get_args(annotation)
         description = next((e.description for e in extras if isinstance(e, msgspec.Meta)), "") or ""
     flag = "--" + name.replace("_", "-")
-    help_line = f"{description}  [default: {_shown(field)}]"
+    help_line = description + _default(field)
     if annotation is bool:
         return click.option(f"{flag}/--no-{flag[2:]}", name, default=None, help=help_line)
     if get_origin(annotation) is tuple:
@@ -136,10 +155,11 @@ def _flag(name: str, annotation: Any, field: msgspec.structs.FieldInfo) -> Any:
     return click.option(flag, name, type=_click_type(annotation), default=None, help=help_line)
 
 
-def _shown(field: msgspec.structs.FieldInfo) -> object:
-    if field.default is msgspec.NODEFAULT:
-        return "none"
-    return "none" if field.default in (None, "", ()) else field.default
+def _default(field: msgspec.structs.FieldInfo) -> str:
+    """What --help says of a default; of an empty one, the description says what it means."""
+    if field.default in {msgspec.NODEFAULT, None, "", ()}:
+        return ""
+    return f"  [default: {field.default}]"
 
 
 def _click_type(annotation: Any) -> Any:

@@ -4,7 +4,6 @@ import asyncio
 import hmac
 import signal
 from collections.abc import AsyncIterator, Awaitable, Callable, Sequence
-from pathlib import Path
 from typing import Annotated, Any
 
 import grpc
@@ -16,6 +15,7 @@ from grpc_reflection.v1alpha import reflection
 from headrace.service.config import ConfigError, help_text
 from headrace.service.errors import ErrorInterceptor, unauthenticated
 from headrace.service.handlers import wrap_handler
+from headrace.service.tls import read_authorities, read_pair, read_token
 
 
 class ServingConfig(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
@@ -65,22 +65,6 @@ class AuthInterceptor(grpc.aio.ServerInterceptor):
             yield await refuse(_call, context)
 
         return wrap_handler(handler, refuse, refuse_stream)
-
-
-def read_token(file: str) -> str:
-    """The token in `file`, without surrounding white space; ConfigError if it has none."""
-    token = read_file(file).decode("utf-8", errors="replace").strip()
-    if not token:
-        raise ConfigError(f"{file} holds no token")
-    return token
-
-
-def read_file(file: str) -> bytes:
-    """The file's bytes, or ConfigError."""
-    try:
-        return Path(file).read_bytes()
-    except OSError as error:
-        raise ConfigError(f"cannot read {file}: {error.strerror}") from error
 
 
 class GrpcServer:
@@ -153,11 +137,12 @@ class GrpcServer:
             if config.tls_client_ca_file:
                 raise ConfigError("tls_client_ca_file needs tls_cert_file and tls_key_file")
             return None
-        if not (config.tls_cert_file and config.tls_key_file):
-            raise ConfigError("tls_cert_file and tls_key_file go together")
-        client_ca = read_file(config.tls_client_ca_file) if config.tls_client_ca_file else None
+        cert, key = read_pair(config.tls_cert_file, config.tls_key_file)
+        client_ca = None
+        if config.tls_client_ca_file:
+            client_ca = read_authorities(config.tls_client_ca_file)
         return grpc.ssl_server_credentials(
-            [(read_file(config.tls_key_file), read_file(config.tls_cert_file))],
+            [(key, cert)],
             root_certificates=client_ca,
             require_client_auth=client_ca is not None,
         )

@@ -1,8 +1,8 @@
 """A `tokenizers` pipeline built from the vocabulary that a GGUF file carries.
 
-GGUF keeps the vocabulary and names the pre-tokenizer; what the name stands for is known here.
-Only byte-level BPE ("gpt2" in GGUF's words) is built: a name that is not in the table is an
-error, because a wrong split gives wrong tokens silently.
+GGUF keeps the vocabulary and names the pre-tokenizer; what the name stands for is known here. A
+name that is not in the table is an error, because a wrong split gives wrong tokens silently.
+Byte-level BPE ("gpt2" in GGUF's words) is built here, sentencepiece ("llama") in its own module.
 """
 
 from collections.abc import Callable, Mapping
@@ -12,9 +12,10 @@ from tokenizers import AddedToken, Regex, Tokenizer, decoders, models, normalize
 from tokenizers.processors import TemplateProcessing
 
 from router.text.errors import UnsupportedTokenizerError
+from router.text.gguf_sentencepiece import SPACE_MARK, build_sentencepiece
 
 # Kinds in tokenizer.ggml.token_type.
-_CONTROL, _USER_DEFINED = 3, 4
+_NORMAL, _CONTROL, _USER_DEFINED = 1, 3, 4
 
 _LLAMA3 = (
     r"(?i:'s|'t|'re|'ve|'m|'ll|'d)|[^\r\n\p{L}\p{N}]?\p{L}+|\p{N}{1,3}"
@@ -51,18 +52,34 @@ _PRE_TOKENIZERS: dict[str, Callable[[], pre_tokenizers.PreTokenizer]] = {
 def build_gguf_tokenizer(metadata: Mapping[str, Any]) -> Tokenizer:
     """The pipeline of a GGUF header; raises UnsupportedTokenizerError naming what is unknown."""
     kind = metadata.get("tokenizer.ggml.model")
-    if kind != "gpt2":
+    tokens: list[str] = metadata.get("tokenizer.ggml.tokens", [])
+    kinds: list[int] = metadata.get("tokenizer.ggml.token_type", [_NORMAL] * len(tokens))
+    if kind == "gpt2":
+        tokenizer = _byte_level_bpe(metadata, tokens)
+        _add_tokens(tokenizer, tokens, kinds, is_normalized=False)
+    elif kind == "llama":
+        tokenizer = build_sentencepiece(metadata, tokens, kinds)
+        # Spaces in user-defined tokens are marks by the time that text is searched for them.
+        spelled = [token.replace(" ", SPACE_MARK) for token in tokens]
+        has_prefix = bool(metadata.get("tokenizer.ggml.add_space_prefix", True))
+        _add_tokens(tokenizer, spelled, kinds, is_normalized=not has_prefix)
+    else:
         raise UnsupportedTokenizerError(
-            f"GGUF tokenizer model {kind!r} is not supported; supported: 'gpt2' (byte-level BPE). "
-            "Use the model's Hugging Face folder with its tokenizer.json instead"
+            f"GGUF tokenizer model {kind!r} is not supported; supported: 'gpt2' (byte-level BPE) "
+            "and 'llama' (sentencepiece BPE). Use the model's Hugging Face folder with its "
+            "tokenizer.json instead"
         )
+    _add_begin_of_sequence(tokenizer, tokens, metadata)
+    return tokenizer
+
+
+def _byte_level_bpe(metadata: Mapping[str, Any], tokens: list[str]) -> Tokenizer:
     pre = metadata.get("tokenizer.ggml.pre", "gpt-2")
     if pre not in _PRE_TOKENIZERS:
         raise UnsupportedTokenizerError(
             f"GGUF pre-tokenizer {pre!r} is not supported; supported: "
             f"{', '.join(sorted(_PRE_TOKENIZERS))}"
         )
-    tokens: list[str] = metadata["tokenizer.ggml.tokens"]
     merges = [tuple(merge.split(" ", 1)) for merge in metadata["tokenizer.ggml.merges"]]
     tokenizer = Tokenizer(
         models.BPE(
@@ -75,17 +92,17 @@ def build_gguf_tokenizer(metadata: Mapping[str, Any]) -> Tokenizer:
         tokenizer.normalizer = normalizers.NFC()
     tokenizer.pre_tokenizer = _PRE_TOKENIZERS[pre]()
     tokenizer.decoder = decoders.ByteLevel()
-    _add_special_tokens(tokenizer, tokens, metadata.get("tokenizer.ggml.token_type", []))
-    _add_begin_of_sequence(tokenizer, tokens, metadata)
     return tokenizer
 
 
-def _add_special_tokens(tokenizer: Tokenizer, tokens: list[str], kinds: list[int]) -> None:
+def _add_tokens(
+    tokenizer: Tokenizer, tokens: list[str], kinds: list[int], *, is_normalized: bool
+) -> None:
     """Control tokens are special (left out of text); user-defined ones are only never split."""
     control = [token for token, kind in zip(tokens, kinds, strict=False) if kind == _CONTROL]
     added = [token for token, kind in zip(tokens, kinds, strict=False) if kind == _USER_DEFINED]
     tokenizer.add_special_tokens([AddedToken(t, special=True, normalized=False) for t in control])
-    tokenizer.add_tokens([AddedToken(t, special=False, normalized=False) for t in added])
+    tokenizer.add_tokens([AddedToken(t, special=False, normalized=is_normalized) for t in added])
 
 
 def _add_begin_of_sequence(

@@ -5,6 +5,7 @@ salt enters the root and so the whole chain. 256 bits, so that equal digests mea
 """
 
 import hashlib
+from collections.abc import Sequence
 from itertools import pairwise
 
 import numpy as np
@@ -12,6 +13,7 @@ from numpy.typing import NDArray
 
 # Hashed per call by a caller that hashes ahead: about 0.3 ms.
 BLOCKS_PER_SLICE = 256
+DIGEST_BYTES = 32
 
 
 class BlockHashes:
@@ -21,12 +23,16 @@ class BlockHashes:
     for it: `while not hashes.advance(prompt): await sleep(0)`.
     """
 
-    __slots__ = ("_root", "block_size", "digests")
+    __slots__ = ("block_size", "digests", "root")
 
     def __init__(self, block_size: int, cache_salt: str = "") -> None:
         self.block_size = block_size
         self.digests: list[bytes] = []
-        self._root = hashlib.blake2b(cache_salt.encode(), digest_size=32).digest()
+        self.root = hashlib.blake2b(cache_salt.encode(), digest_size=DIGEST_BYTES).digest()
+
+    def is_like(self, other: "BlockHashes") -> bool:
+        """Whether equal tokens have equal digests in both."""
+        return self.block_size == other.block_size and self.root == other.root
 
     def extend(self, token_ids: NDArray[np.int32], num_blocks: int) -> None:
         """Digest blocks up to `num_blocks`; token_ids is [at least num_blocks * block_size]."""
@@ -35,25 +41,40 @@ class BlockHashes:
         if num_blocks <= first:
             return
         size = self.block_size
-        parent = digests[-1] if digests else self._root
+        parent = digests[-1] if digests else self.root
         data = token_ids[first * size : num_blocks * size].tobytes()
         width = size * token_ids.itemsize
         for start, end in pairwise(range(0, len(data) + 1, width)):
-            parent = hashlib.blake2b(parent + data[start:end], digest_size=32).digest()
+            parent = hashlib.blake2b(parent + data[start:end], digest_size=DIGEST_BYTES).digest()
             digests.append(parent)
-
-    def named(self, index: int, data: bytes) -> bytes:
-        """Digest of block `index`, the next one or an earlier one; data is its tokens' bytes."""
-        digests = self.digests
-        if index < len(digests):
-            return digests[index]
-        parent = digests[-1] if digests else self._root
-        digest = hashlib.blake2b(parent + data, digest_size=32).digest()
-        digests.append(digest)
-        return digest
 
     def advance(self, token_ids: NDArray[np.int32], num_blocks: int = BLOCKS_PER_SLICE) -> bool:
         """Digest at most `num_blocks` more of token_ids; True when all full blocks are done."""
         num_full = len(token_ids) // self.block_size
         self.extend(token_ids, min(len(self.digests) + num_blocks, num_full))
         return len(self.digests) >= num_full
+
+
+def block_digests(
+    chains: Sequence[BlockHashes], indexes: Sequence[int], data: bytes
+) -> list[bytes]:
+    """One block's digest of each chain: of its next block, or of one that it has already.
+
+    Args:
+        indexes: which block, for each chain.
+        data: the tokens of those blocks as bytes, one block after the other.
+    """
+    blake2b = hashlib.blake2b
+    width = len(data) // len(chains)
+    found = []
+    start = 0
+    for chain, index in zip(chains, indexes, strict=True):
+        digests = chain.digests
+        if index == len(digests):
+            parent = digests[-1] if digests else chain.root
+            digests.append(
+                blake2b(parent + data[start : start + width], digest_size=DIGEST_BYTES).digest()
+            )
+        found.append(digests[index])
+        start += width
+    return found

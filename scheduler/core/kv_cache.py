@@ -8,12 +8,11 @@ from dataclasses import dataclass
 
 import numpy as np
 
+from scheduler.core.block_hash import block_digests
 from scheduler.core.block_pool import BlockPool
 from scheduler.core.plan import Int32Array, SchedulerConfig
 from scheduler.core.request import Request
 from scheduler.core.request_table import IntpArray, RequestTable
-
-NEVER = np.iinfo(np.int32).max
 
 
 @dataclass(frozen=True, slots=True)
@@ -31,7 +30,10 @@ NO_HIT = PrefixHit([], 0, 0)
 class KvCache:
     """Allocation and prefix caching over one pool."""
 
-    def __init__(self, config: SchedulerConfig, table: RequestTable) -> None:
+    def __init__(
+        self, config: SchedulerConfig, table: RequestTable, *, max_walked_rows: int
+    ) -> None:
+        self._max_walked_rows = max_walked_rows
         self.pool = BlockPool(
             config.num_gpu_blocks, enable_prefix_caching=config.enable_prefix_caching
         )
@@ -116,6 +118,8 @@ class KvCache:
             [num_appended] the row of each appended block, the blocks, and how many rows were
             served.
         """
+        if len(rows) <= self._max_walked_rows:
+            return self._grow_one_by_one(rows, num_computed)
         table = self._table
         size = self.block_size
         num_blocks = table.num_blocks[rows]
@@ -149,6 +153,24 @@ class KvCache:
         table.num_registered[rows] = num_full
         table.next_block_event[rows] = np.minimum(next_growth, (num_full + 1) * size)
         return grown_rows, block_ids, num_served
+
+    def _grow_one_by_one(
+        self, rows: IntpArray, num_computed: Int32Array
+    ) -> tuple[IntpArray, list[int], int]:
+        """As grow_rows, for few."""
+        grown_rows: list[int] = []
+        block_ids: list[int] = []
+        num_served = 0
+        for row, count in zip(rows.tolist(), num_computed.tolist(), strict=True):
+            num_missing = self.blocks_to_grow(row, count)
+            if num_missing > self.pool.num_free:
+                break
+            if num_missing:
+                block_ids += self.grow(row, num_missing)
+                grown_rows += [row] * num_missing
+            self.register(row, count)
+            num_served += 1
+        return np.array(grown_rows, dtype=np.intp), block_ids, num_served
 
     def register(self, row: int, num_computed: int) -> None:
         """Name the blocks that known tokens fill within the first num_computed; set the next event.
@@ -186,21 +208,16 @@ class KvCache:
         # The first block's tokens of every row are read together.
         places = (firsts * size)[:, None] + self._offsets
         data = table.token_ids[rows[:, None], places].tobytes()
-        width = len(data) // len(rows)
+        chains = [table.request(row).block_hashes for row in rows.tolist()]
+        digests = block_digests(chains, firsts.tolist(), data)
         block_ids = table.block_table[rows, firsts].tolist()
-        digests = []
-        numbers = zip(rows.tolist(), firsts.tolist(), ends.tolist(), strict=True)
-        for number, (row, first, end) in enumerate(numbers):
-            hashes = table.request(row).block_hashes
-            if end - first == 1:
-                digests.append(hashes.named(first, data[number * width : (number + 1) * width]))
-                continue
+        done = 0
+        for index in (ends - firsts > 1).nonzero()[0].tolist():
             # Of equal contents the block registered first is found, so the order counts.
-            self.pool.register(block_ids[: len(digests)], digests)
-            del block_ids[: len(digests) + 1]
-            digests.clear()
-            self._name_blocks(row, first, end)
-        self.pool.register(block_ids, digests)
+            self.pool.register(block_ids[done:index], digests[done:index])
+            self._name_blocks(int(rows[index]), int(firsts[index]), int(ends[index]))
+            done = index + 1
+        self.pool.register(block_ids[done:], digests[done:])
 
     def release(self, row: int) -> None:
         """Give back every block of a row."""

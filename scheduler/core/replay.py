@@ -19,6 +19,7 @@ from scheduler.core.plan import (
 )
 from scheduler.core.recording import Recorder
 from scheduler.core.scheduler import SchedulerCore
+from scheduler.core.state import MAX_WALKED_ROWS
 from scheduler.core.trace import Record, trace_config, trace_request
 
 # Compared in this order, which is that of the decisions.
@@ -55,7 +56,7 @@ class Difference:
 class Replay:
     """One trace on its way through a core."""
 
-    def __init__(self, trace: Record, *, max_walked_rows: int | None = None) -> None:
+    def __init__(self, trace: Record, *, max_walked_rows: int = MAX_WALKED_ROWS) -> None:
         self.trace = trace
         self.core = SchedulerCore(trace_config(trace), max_walked_rows=max_walked_rows)
         self._records: list[Record] = []
@@ -138,7 +139,7 @@ class Replay:
         )
 
 
-def first_difference(trace: Record, *, max_walked_rows: int | None = None) -> Difference | None:
+def first_difference(trace: Record, *, max_walked_rows: int = MAX_WALKED_ROWS) -> Difference | None:
     """Replay a trace; where it first departs, or None."""
     name = trace.get("name", "trace")
     num_outputs: Counter[str] = Counter()

@@ -46,7 +46,10 @@ class Request:
         self.token_ids: Int32Array = spec.prompt_token_ids
         if len(spec.output_token_ids):
             self.token_ids = np.concatenate((spec.prompt_token_ids, spec.output_token_ids))
-        self.block_hashes = spec.block_hashes or BlockHashes(block_size, spec.cache_salt)
+        self.block_hashes = BlockHashes(block_size, spec.cache_salt)
+        if spec.block_hashes is not None:
+            assert spec.block_hashes.is_like(self.block_hashes), "hashed ahead under other terms"
+            self.block_hashes = spec.block_hashes
         self.status = (
             RequestStatus.WAITING_FOR_GRAMMAR if spec.needs_grammar else RequestStatus.WAITING
         )

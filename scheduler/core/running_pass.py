@@ -13,14 +13,11 @@ from scheduler.core.plan import Int32Array
 from scheduler.core.request_table import IntpArray
 from scheduler.core.state import SchedulerState
 
-# Up to here walking is cheaper than vector operations.
-MAX_WALKED_ROWS = 6
-
 
 class RunningPass:
     """The first half of a step."""
 
-    def __init__(self, state: SchedulerState, *, max_walked_rows: int | None = None) -> None:
+    def __init__(self, state: SchedulerState) -> None:
         self._state = state
         self._table = state.table
         self._kv = state.kv
@@ -29,7 +26,7 @@ class RunningPass:
         self._max_computed = config.max_model_len - 1
         self._has_drafts = config.num_spec_tokens > 0
         self._is_priority = config.policy == "priority"
-        self._max_walked_rows = MAX_WALKED_ROWS if max_walked_rows is None else max_walked_rows
+        self._max_walked_rows = state.max_walked_rows
 
     def run(self, batch: StepBatch) -> None:
         """Schedule running requests into the batch."""

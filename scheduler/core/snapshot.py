@@ -42,9 +42,10 @@ def take(state: SchedulerState, name_by_key: dict[int, str]) -> Record:
         "running": [name_by_key[request.key] for request in running],
         "waiting": [name_by_key[request.key] for request in queues.waiting],
         "skipped": [name_by_key[request.key] for request in queues.skipped],
+        # In the order of their arrival.
         "requests": {
-            name_by_key[request.key]: _request_record(state, request)
-            for request in (*running, *queues)
+            name_by_key[key]: _request_record(state, request)
+            for key, request in state.requests.items()
         },
         "free_blocks": list(state.kv.pool.free_blocks),
         "cached": [

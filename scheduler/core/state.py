@@ -27,6 +27,9 @@ from scheduler.core.queues import WaitingQueues
 from scheduler.core.request import NO_ROW, Request
 from scheduler.core.request_table import BoolArray, IntpArray, RequestTable
 
+# Up to here, serving rows one by one is cheaper than a round of vector operations.
+MAX_WALKED_ROWS = 4
+
 
 @dataclass(frozen=True, slots=True)
 class Flight:
@@ -47,16 +50,18 @@ class Flight:
 class SchedulerState:
     """The one owner of a scheduler's mutable state."""
 
-    def __init__(self, config: SchedulerConfig) -> None:
+    def __init__(self, config: SchedulerConfig, *, max_walked_rows: int = MAX_WALKED_ROWS) -> None:
         self.config = config
+        self.max_walked_rows = max_walked_rows
         self.table = RequestTable(config)
-        self.kv = KvCache(config, self.table)
+        self.kv = KvCache(config, self.table, max_walked_rows=max_walked_rows)
         self.queues = WaitingQueues(config.policy)
         self.ledger = Ledger()
         # The step being planned, or the next one; and the clock of the last call.
         self.step_id = 0
         self.now = 0.0
-        self._deadlines: list[tuple[float, int]] = []
+        self._deadlines: list[tuple[float, int, int]] = []
+        self._num_deadlines = 0
         self.requests: dict[int, Request] = {}
         self.flights: deque[Flight] = deque()
         # Preempted requests with output in flight, by the admission that the output is from.
@@ -84,7 +89,10 @@ class SchedulerState:
         """Answer for a request from now on, wherever it is."""
         self.requests[request.key] = request
         if request.spec.deadline is not None:
-            heapq.heappush(self._deadlines, (request.spec.deadline, request.key))
+            # Of equal deadlines the older request's ends first, whatever their keys.
+            entry = (request.spec.deadline, self._num_deadlines, request.key)
+            self._num_deadlines += 1
+            heapq.heappush(self._deadlines, entry)
 
     def preempt(self, row: int, cause: Victim | None) -> Request:
         """Put a request that left the running order back to waiting; its blocks become free.
@@ -172,7 +180,7 @@ class SchedulerState:
         """End every request whose deadline has passed."""
         expired = []
         while self._deadlines and self._deadlines[0][0] <= self.now:
-            deadline, key = heapq.heappop(self._deadlines)
+            deadline, _, key = heapq.heappop(self._deadlines)
             request = self.requests.get(key)
             # A key may have been used again since.
             if request is not None and request.spec.deadline == deadline:

@@ -22,9 +22,6 @@ from scheduler.core.request_table import NOBODY, BoolArray, IntpArray
 from scheduler.core.state import Flight, SchedulerState
 from scheduler.core.stop import End, stop_status
 
-# Up to here walking is cheaper than vector operations.
-MAX_WALKED_ROWS = 6
-
 
 @dataclass(slots=True)
 class _Sampled:
@@ -39,11 +36,11 @@ class _Sampled:
 class OutputUpdate:
     """The second half of a round: what came back changes the running set."""
 
-    def __init__(self, state: SchedulerState, *, max_walked_rows: int | None = None) -> None:
+    def __init__(self, state: SchedulerState) -> None:
         self._state = state
         self._table = state.table
         self._max_num_tokens = state.config.max_num_tokens
-        self._max_walked_rows = MAX_WALKED_ROWS if max_walked_rows is None else max_walked_rows
+        self._max_walked_rows = state.max_walked_rows
 
     def run(self, flight: Flight, result: StepResult) -> StepOutput:
         """Apply a step's result; its columns must fit the plan."""

@@ -19,6 +19,10 @@ from scheduler.core.queues import WaitingQueue
 from scheduler.core.request import Request
 from scheduler.core.state import SchedulerState
 
+_DISPLACING_REASONS = frozenset(
+    {WaitReason.SEQUENCE_SLOTS, WaitReason.BLOCKS, WaitReason.WATERMARK}
+)
+
 
 @dataclass(frozen=True, slots=True)
 class Fit:
@@ -116,24 +120,25 @@ class WaitingPass:
     def _would_help(
         self, batch: StepBatch, request: Request, lack: PassedOver, victim: Request
     ) -> bool:
-        """Whether the victim, and others after it, have what the request lacks."""
-        if lack.reason is WaitReason.SEQUENCE_SLOTS:
-            return True
+        """Whether the request gets in once the victim, and perhaps others after it, have fallen."""
         if lack.reason is WaitReason.BUDGET:
-            return batch.budget <= 0 and batch.has(victim.row)
-        if lack.reason in {WaitReason.BLOCKS, WaitReason.WATERMARK}:
-            num_needed = lack.num_needed_blocks + self._num_watermark_blocks
-            return num_needed <= self._num_obtainable_blocks(request)
-        return False
+            if batch.budget > 0 or not batch.has(victim.row):
+                return False
+        elif lack.reason not in _DISPLACING_REASONS:
+            return False
+        hit = self._state.kv.find_prefix(request)
+        num_needed = self._state.kv.blocks_to_admit(len(request.token_ids), hit)
+        num_needed = max(num_needed, lack.num_needed_blocks) + self._num_watermark_blocks
+        return num_needed <= self._num_obtainable_blocks(request, hit)
 
-    def _num_obtainable_blocks(self, request: Request) -> int:
+    def _num_obtainable_blocks(self, request: Request, hit: PrefixHit) -> int:
         """Blocks that are free once everybody less urgent has lost its own.
 
         Those that it would be given anyhow, as prefix hits, do not count: they are not in its need
         while somebody holds them.
         """
         state = self._state
-        hits = set(state.kv.find_prefix(request).block_ids)
+        hits = set(hit.block_ids)
         table = state.table
         held: Counter[int] = Counter()
         for row in table.running_rows.tolist():

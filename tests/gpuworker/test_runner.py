@@ -243,6 +243,10 @@ def test_logits_that_are_not_finite_fail_only_their_row(
     result = driver.step({1: 1, 2: 1})
     assert [(error.row, "not finite" in error.message) for error in result.errors] == [(2, True)]
     assert result.num_sampled_tokens.tolist() == [1, 0]
+    # A scheduler that plans ahead has sent the next plan by now.
+    driver.requests[2].num_computed_tokens = len(second) + 1
+    result = driver.step({1: 1, 2: 1})
+    assert result.num_sampled_tokens.tolist() == [1, 0]
     driver.free(2)
     assert driver.finish(1, 3) == expected
 

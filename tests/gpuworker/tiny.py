@@ -68,6 +68,5 @@ def make_runner(
         vocab_size=config.vocab_size,
         eos_token_ids=source.eos_token_ids,
     )
-    shape = kv_pool.kv_shape(config, num_kv_blocks, block_size)
-    backend = attention_backend(attention, shape, config, (device, dtype))
+    backend = attention_backend(attention, limits, config, (device, dtype))
     return ModelRunner(decoder, backend, kv, limits, time.perf_counter, num_spec_tokens)

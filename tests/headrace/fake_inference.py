@@ -1,8 +1,8 @@
 """A router without a model behind it: real gRPC, scripted answers.
 
-What it does is in the prompt: "hang" streams one delta and waits, "die" ends the process after
-one, "flood" streams until the client leaves, "refuse" and "full" are errors; anything else is
-echoed word by word. Run as a program it prints its address.
+What it does is in the prompt: "hang" streams one delta and waits, "flood" streams until the client
+leaves, "refuse" and "full" are errors; anything else is echoed word by word. Run as a program it
+prints its address.
 """
 
 import asyncio
@@ -63,8 +63,6 @@ class FakeInference(inference_pb2_grpc.InferenceServicer):
                     token_id=i, logprob=-0.5, rank=1, top_token_ids=[i, 9], top_logprobs=[-0.5, -2]
                 )
             yield self._response(request, output)
-            if word == "die":
-                os._exit(9)
             if word == "hang":
                 await asyncio.Event().wait()
             while word == "flood":

@@ -9,7 +9,9 @@ import asyncio
 import os
 import signal
 import sys
+from pathlib import Path
 
+from headrace.service.config import load
 from headrace.service.process import ProcessConfig, write_address
 from headrace.service.serving import ServingConfig, wait_for_signal
 from headrace.v1 import inference_pb2
@@ -33,20 +35,24 @@ async def main() -> None:
     parser.add_argument("name")
     parser.add_argument("--listen")
     parser.add_argument("--address-file")
-    parser.add_argument("--tls-cert-file", default="")
-    parser.add_argument("--tls-key-file", default="")
-    arguments, others = parser.parse_known_args()
+    parser.add_argument("--config", type=Path)
+    parser.add_argument("--tls-cert-file")
+    parser.add_argument("--tls-key-file")
+    arguments, _ = parser.parse_known_args()
     behaviour = os.environ.get(f"FAKE_{arguments.name.upper()}", "")
-    print(f"pid {os.getpid()} got {' '.join(others)}", file=sys.stderr, flush=True)
+    print(f"pid {os.getpid()} got {' '.join(sys.argv[2:])}", file=sys.stderr, flush=True)
     print(f"store {os.environ.get('HEADRACE_ROUTER_STORE_URL', '-')}", file=sys.stderr, flush=True)
     if behaviour == "crash":
         sys.exit("out of memory, or so")
     if behaviour == "late":
         fake_inference.FakeInference = Unready
-    config = ServingConfig(
-        listen=arguments.listen,
-        tls_cert_file=arguments.tls_cert_file,
-        tls_key_file=arguments.tls_key_file,
+    names = ("listen", "tls_cert_file", "tls_key_file")
+    config = load(
+        ServingConfig,
+        section="serving",
+        file=arguments.config,
+        environ=os.environ,
+        overrides={name: getattr(arguments, name) for name in names},
     )
     _, server, address = await fake_inference.start(config)
     write_address(ProcessConfig(address_file=arguments.address_file), address)

@@ -1,6 +1,7 @@
 """The router's state machine by itself: a fake link, a clock that the test moves, no sockets."""
 
 import contextlib
+import dataclasses
 import random
 from array import array
 
@@ -219,6 +220,29 @@ def test_a_refused_prompt_gives_its_permit_back():
     leave, _ = bench.enter("short")
     leave()
     bench.assert_empty()
+
+
+def test_what_fits_no_worker_any_more_fails_and_holds_up_nobody():
+    bench = Bench(waiting_allowance=0, max_num_seqs=0)
+    leave_large, large = bench.enter("large", max_tokens=90_000)
+    leave_small, small = bench.enter("small", max_tokens=10)
+    assert bench.router.num_queued == 2
+    smaller = dataclasses.replace(report("s", 4), max_model_len=1000)
+    bench.dispatcher.on_report("s", [smaller], is_draining=False)
+    assert large.error.reason == "NO_LARGE_WORKER"
+    assert [c.request for c in bench.links["s"].sent.values()] == [small]
+    leave_large()
+    leave_small()
+    bench.assert_empty()
+
+
+def test_without_any_worker_requests_wait():
+    bench = Bench(waiting_allowance=0, max_num_seqs=0)
+    leave, request = bench.enter("r", max_tokens=90_000)
+    bench.dispatcher.on_report("s", [], is_draining=False)
+    assert request.error is None
+    assert bench.router.num_queued == 1
+    leave()
 
 
 class Chaos:

@@ -1,16 +1,23 @@
 """Workers that come late, die, hang and come back; requests that outlive them."""
 
+import asyncio
+import logging
 import random
 import time
 
 import pytest
 
+from headrace.status.states import Writer
+from headrace.status.store import StatusStore
 from headrace.v1 import common_pb2
+from scheduler.build import build_pool
 from scheduler.config import PoolSettings, SchedulerSettings
 from scheduler.core.plan import RequestStatus
-from scheduler.worker import WorkerState
+from scheduler.journal import Journal
+from scheduler.switchboard import Switchboard
+from scheduler.worker import WorkerInfo, WorkerLostError, WorkerResult, WorkerState
 from tests.scheduler.fake_gpuworker import FakeGpuWorker, expected_tokens
-from tests.scheduler.harness import router_to, running_scheduler, until
+from tests.scheduler.harness import PATIENCE_S, router_to, running_scheduler, until
 
 PROMPTS = [[20 + i, 30 + i, 40 + i] for i in range(8)]
 
@@ -20,7 +27,8 @@ def state_of(scheduler, worker_id: str) -> WorkerState | None:
     return next((load.state for load in loads if load.info.worker_id == worker_id), None)
 
 
-async def test_a_worker_is_ready_once_its_model_is_loaded():
+async def test_a_worker_is_ready_once_its_model_is_loaded(caplog):
+    caplog.set_level(logging.INFO)
     worker = FakeGpuWorker()
     worker.is_loaded = False
     await worker.start()
@@ -31,6 +39,71 @@ async def test_a_worker_is_ready_once_its_model_is_loaded():
         await scheduler.ready()
         handle = await router.submit(PROMPTS[0], 3)
         assert await router.finished(handle) == [expected_tokens(PROMPTS[0], 3)]
+    reasons = [r.getMessage() for r in caplog.records if "is not ready" in r.getMessage()]
+    assert len(reasons) == len(set(reasons)) >= 1
+
+
+class StreamThatBreaksWhenLeft:
+    """A stream that breaks at the very moment it is given up."""
+
+    def __init__(self) -> None:
+        self.has_begun = asyncio.Event()
+
+    async def send(self, *_: object) -> None:
+        raise AssertionError("there is nothing to run")
+
+    async def receive(self) -> WorkerResult:
+        self.has_begun.set()
+        try:
+            await asyncio.Event().wait()
+        except asyncio.CancelledError:
+            raise WorkerLostError("it died") from None
+        raise AssertionError("nobody sets it")
+
+    def close(self) -> None:
+        pass
+
+
+class Connector:
+    def __init__(self, stream: StreamThatBreaksWhenLeft) -> None:
+        self.stream = stream
+
+    async def describe(self) -> WorkerInfo:
+        return WorkerInfo(
+            worker_id="w0",
+            incarnation="1",
+            model="fake",
+            max_model_len=64,
+            block_size=4,
+            num_kv_blocks=16,
+            max_num_seqs=2,
+            max_num_batched_tokens=64,
+            vocab_size=100,
+        )
+
+    def execute(self) -> StreamThatBreaksWhenLeft:
+        return self.stream
+
+    async def close(self) -> None:
+        pass
+
+
+async def test_a_worker_lost_while_the_scheduler_stops_does_not_keep_it_from_stopping():
+    stream = StreamThatBreaksWhenLeft()
+    switchboard = Switchboard(Journal(StatusStore("", Writer.SCHEDULER), "s0", clock=time.time))
+    pool = build_pool(
+        {"w0:1": Connector(stream)},
+        switchboard,
+        SchedulerSettings(),
+        PoolSettings(),
+        clock=time.time,
+    )
+    running = asyncio.create_task(pool.run())
+    await stream.has_begun.wait()
+    running.cancel()
+    done, _ = await asyncio.wait([running], timeout=PATIENCE_S)
+    assert done, "it looks for the worker again"
+    assert running.cancelled()
 
 
 @pytest.mark.parametrize("depth", [1, 2])

@@ -9,8 +9,10 @@ import torch
 import transformers
 
 from gpuworker.core.plan import SamplingSettings
+from gpuworker.models.config import Rope
 from gpuworker.models.errors import UnsupportedModelError
 from gpuworker.models.families import model_config
+from gpuworker.models.rope import RopeTable
 from tests.gpuworker.driver import Driver
 from tests.gpuworker.tiny import LLAMA, VOCAB_SIZE, make_runner, save_checkpoint
 
@@ -37,6 +39,7 @@ GEMMA3_ROPES = {
     "full_attention": {"rope_type": "linear", "rope_theta": 50000.0, "factor": 4.0},
     "sliding_attention": {"rope_type": "default", "rope_theta": 10000.0},
 }
+EXPERTS = {"num_experts": 6, "num_experts_per_tok": 3, "moe_intermediate_size": 24}
 KINDS = ["sliding_attention", "full_attention", "sliding_attention"]
 CONFIGS: dict[str, Any] = {
     "llama": transformers.LlamaConfig(**LLAMA),
@@ -61,6 +64,11 @@ CONFIGS: dict[str, Any] = {
     ),
     "gemma2": transformers.Gemma2Config(
         **GEMMA, layer_types=KINDS, attn_logit_softcapping=5.0, final_logit_softcapping=3.0
+    ),
+    "mixtral": transformers.MixtralConfig(**LLAMA, num_local_experts=5, num_experts_per_tok=2),
+    "qwen3_moe": transformers.Qwen3MoeConfig(**LLAMA, **EXPERTS, norm_topk_prob=True),
+    "qwen3_moe, a dense layer": transformers.Qwen3MoeConfig(
+        **LLAMA, **EXPERTS, mlp_only_layers=[1]
     ),
     "gemma3": transformers.Gemma3TextConfig(
         **GEMMA, layer_types=KINDS, rope_parameters=GEMMA3_ROPES
@@ -155,3 +163,73 @@ def test_an_unknown_activation_is_refused() -> None:
     config["architectures"] = ["LlamaForCausalLM"]
     with pytest.raises(UnsupportedModelError, match="relu"):
         model_config(config)
+
+
+def test_older_files_say_the_same_in_other_words() -> None:
+    sizes = {
+        "hidden_size": 48,
+        "intermediate_size": 80,
+        "num_attention_heads": 6,
+        "num_hidden_layers": 7,
+        "max_position_embeddings": 512,
+        "vocab_size": 160,
+    }
+    gemma2 = model_config({"architectures": ["Gemma2ForCausalLM"], **sizes, "sliding_window": 24})
+    assert [layer.sliding_window for layer in gemma2.layers] == [24, None, 24, None, 24, None, 24]
+    assert gemma2.tie_embeddings
+    assert gemma2.attention.head_dim == 256
+
+    gemma3 = model_config(
+        {
+            "architectures": ["Gemma3ForCausalLM"],
+            **sizes,
+            "sliding_window": 24,
+            "sliding_window_pattern": 3,
+            "rope_theta": 5e5,
+            "rope_local_base_freq": 7e3,
+            "rope_scaling": {"rope_type": "linear", "factor": 8.0},
+            "hidden_activation": "gelu_pytorch_tanh",
+        }
+    )
+    windows = [layer.sliding_window for layer in gemma3.layers]
+    assert windows == [24, 24, None, 24, 24, None, 24]
+    ropes = [layer.rope for layer in gemma3.layers]
+    assert ropes[0] == Rope(base=7e3, rotary_dim=256)
+    assert ropes[2] == Rope(base=5e5, rotary_dim=256, linear_factor=8.0)
+
+    llama = model_config(
+        {
+            "architectures": ["LlamaForCausalLM"],
+            **sizes,
+            "rope_theta": 3e4,
+            "rope_scaling": {**LLAMA3_ROPE, "type": "llama3"},
+            "sliding_window": 99,
+        }
+    )
+    assert llama.layers[0].rope is not None
+    assert llama.layers[0].rope.scaling is not None
+    assert llama.layers[0].sliding_window is None
+
+    qwen2 = {"architectures": ["Qwen2ForCausalLM"], **sizes, "sliding_window": 24}
+    assert {layer.sliding_window for layer in model_config(qwen2).layers} == {None}
+    qwen2 |= {"use_sliding_window": True, "max_window_layers": 5}
+    assert [layer.sliding_window for layer in model_config(qwen2).layers][4:] == [None, 24, 24]
+
+
+def test_long_divisors_are_for_contexts_past_the_original() -> None:
+    rope = Rope(
+        base=100.0,
+        rotary_dim=4,
+        frequency_divisors=(1.0, 1.0),
+        long_frequency_divisors=(2.0, 4.0),
+        original_max_position=64,
+        attention_factor=1.5,
+    )
+    device, heads = torch.device("cpu"), torch.eye(4)[None, :2].repeat(2, 1, 1)
+    positions = torch.tensor([0, 3])
+    for length, divisors in ((64, (1.0, 1.0)), (65, (2.0, 4.0))):
+        turned = RopeTable(rope, length, device).at(positions, torch.float32).rotate(heads)
+        for i, (frequency, divisor) in enumerate(zip((1.0, 0.1), divisors, strict=True)):
+            angle = 3 * frequency / divisor
+            expected = [1.5 * np.cos(angle), 1.5 * np.sin(angle)]
+            np.testing.assert_allclose(turned[1, i, [i, i + 2]], expected, rtol=1e-5)

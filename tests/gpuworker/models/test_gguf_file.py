@@ -85,6 +85,27 @@ def as_stored(name: str, values: np.ndarray, architecture: str) -> np.ndarray:
     return values
 
 
+def gguf_tensors(source: SafetensorsSource, architecture: str) -> dict[str, np.ndarray]:
+    """Tensors under GGUF's names; a layer's experts in one tensor for each of their parts."""
+    tensors: dict[str, np.ndarray] = {}
+    stacks: dict[str, dict[int, np.ndarray]] = {}
+    parts = {"gate_proj": "gate", "w1": "gate", "up_proj": "up", "w3": "up"}
+    for name in source.names():
+        values = source.read(name).numpy()
+        layer = ".".join(name.split(".")[2:3])
+        if ".experts." in name:
+            number, part = name.split(".experts.")[1].split(".")[:2]
+            stack = f"blk.{layer}.ffn_{parts.get(part, 'down')}_exps.weight"
+            stacks.setdefault(stack, {})[int(number)] = values
+        elif name.endswith(("mlp.gate.weight", "moe.gate.weight")):
+            tensors[f"blk.{layer}.ffn_gate_inp.weight"] = values
+        else:
+            tensors[gguf_name(name, architecture)] = values
+    for name, experts in stacks.items():
+        tensors[name] = np.stack([experts[i] for i in range(len(experts))])
+    return tensors
+
+
 def write_gguf(
     file: Path,
     folder: Path,
@@ -94,6 +115,7 @@ def write_gguf(
     extra: dict[str, np.ndarray] | None = None,
 ) -> None:
     source = SafetensorsSource(folder)
+    is_mixture = any(".experts." in name for name in source.names())
     writer = gguf.GGUFWriter(file, architecture)
     writer.add_block_count(SIZES["num_hidden_layers"])
     writer.add_context_length(SIZES["max_position_embeddings"])
@@ -105,16 +127,19 @@ def write_gguf(
     writer.add_layer_norm_rms_eps(1e-6)
     writer.add_rope_freq_base(10000.0)
     writer.add_sliding_window(24)
+    if architecture == "qwen3moe" or is_mixture:
+        writer.add_expert_count(4)
+        writer.add_expert_used_count(2)
+        writer.add_expert_feed_forward_length(32)
     writer.add_attn_logit_softcapping(5.0)
     writer.add_final_logit_softcapping(3.0)
     writer.add_token_list([f"token{i}" for i in range(SIZES["vocab_size"])])
     writer.add_eos_token_id(3)
     writer.add_eot_token_id(5)
-    names = {name: gguf_name(name, architecture) for name in source.names()}
-    tensors = {names[name]: source.read(name).numpy() for name in names}
+    tensors = gguf_tensors(source, architecture)
     for name, original in (tensors | (extra or {})).items():
         values = as_stored(name, original, architecture)
-        if values.ndim == 1:
+        if values.ndim == 1 or "gate_inp" in name:
             writer.add_tensor(name, values)
         else:
             writer.add_tensor(name, gguf.quants.quantize(values, kind), raw_dtype=kind)
@@ -157,6 +182,19 @@ FAMILIES = {
     "llama": transformers.LlamaConfig(**SIZES),
     "qwen2": transformers.Qwen2Config(**SIZES),
     "qwen3": transformers.Qwen3Config(**SIZES, tie_word_embeddings=True),
+    "mixtral": transformers.MixtralConfig(
+        **SIZES,
+        num_local_experts=4,
+        num_experts_per_tok=2,
+        rope_parameters={"rope_type": "default", "rope_theta": 10000.0},
+    ),
+    "qwen3moe": transformers.Qwen3MoeConfig(
+        **SIZES,
+        num_experts=4,
+        num_experts_per_tok=2,
+        moe_intermediate_size=32,
+        norm_topk_prob=True,
+    ),
     "smollm3": transformers.SmolLM3Config(
         **SIZES,
         no_rope_layer_interval=4,
@@ -181,7 +219,8 @@ FAMILIES = {
 @pytest.mark.parametrize("architecture", FAMILIES)
 def test_gives_the_tokens_of_the_folder_it_was_made_from(architecture: str, tmp_path: Path) -> None:
     save_checkpoint(tmp_path / "folder", FAMILIES[architecture])
-    write_gguf(tmp_path / "model.gguf", tmp_path / "folder", architecture=architecture)
+    stored_as = {"mixtral": "llama"}.get(architecture, architecture)
+    write_gguf(tmp_path / "model.gguf", tmp_path / "folder", architecture=stored_as)
     prompt = np.random.default_rng(1).integers(6, 128, 40).tolist()
     logprobs = []
     for path in (tmp_path / "model.gguf", tmp_path / "folder"):

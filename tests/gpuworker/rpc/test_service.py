@@ -2,7 +2,7 @@
 
 import asyncio
 import threading
-from collections.abc import AsyncIterator
+from collections.abc import AsyncIterator, Iterator
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from typing import Any
@@ -16,6 +16,7 @@ from grpc_health.v1 import health_pb2, health_pb2_grpc
 from gpuworker.core.plan import StepPlan, StepResult
 from gpuworker.engine import Engine
 from gpuworker.rpc.service import FULL_NAME, GpuWorkerService, Identity
+from headrace.service import telemetry
 from headrace.service.channels import ChannelConfig, open_channel
 from headrace.service.columns import pack_int32, unpack_int32
 from headrace.service.errors import from_rpc_error
@@ -23,6 +24,7 @@ from headrace.service.serving import GrpcServer, ServingConfig
 from headrace.v1 import common_pb2, gpuworker_pb2, gpuworker_pb2_grpc
 from tests.gpuworker.driver import GREEDY, Driver, int32
 from tests.gpuworker.tiny import LLAMA, make_runner, save_checkpoint
+from tests.headrace.otlp_receiver import OtlpReceiver
 
 PROMPT = [9, 20, 31, 42, 53]
 
@@ -250,6 +252,43 @@ async def test_a_column_of_odd_size_ends_the_stream_with_its_name(worker: Worker
     assert from_rpc_error(caught.value).field == "rows"
 
 
+async def test_a_bug_while_reading_ends_the_stream_too(
+    worker: Worker, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    load(worker)
+
+    def fail(_message: gpuworker_pb2.StepPlan) -> StepPlan:
+        raise ZeroDivisionError
+
+    monkeypatch.setattr("gpuworker.rpc.service.wire.step_plan", fail)
+    call = worker.stub.Execute()
+    await call.write(first_plan())
+    with pytest.raises(grpc.aio.AioRpcError) as caught:
+        await call.read()
+    assert from_rpc_error(caught.value).code == grpc.StatusCode.INTERNAL
+
+
+async def test_a_bug_in_a_step_ends_the_stream_and_the_worker_serves_on(
+    worker: Worker, checkpoint: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    load(worker)
+
+    def fail(_plan: StepPlan) -> StepResult:
+        raise ZeroDivisionError
+
+    with monkeypatch.context() as patch:
+        patch.setattr(worker.runner, "execute", fail)
+        call = worker.stub.Execute()
+        await call.write(first_plan())
+        with pytest.raises(grpc.aio.AioRpcError) as caught:
+            await call.read()
+        assert from_rpc_error(caught.value).code == grpc.StatusCode.INTERNAL
+    again = worker.stub.Execute()
+    await again.write(first_plan())
+    assert tokens_of(await again.read()) == expected_tokens(checkpoint, 1)
+    again.cancel()
+
+
 async def test_a_worker_serves_on_after_a_stream_broke(worker: Worker, checkpoint: Path) -> None:
     load(worker)
     call = worker.stub.Execute()
@@ -302,3 +341,30 @@ async def test_a_worker_whose_stream_is_gone_has_nothing_to_finish(worker: Worke
     call.cancel()
     assert await worker.service.drain(10)
     assert worker.runner.num_requests == 0
+
+
+@pytest.fixture
+def receiver(monkeypatch: pytest.MonkeyPatch) -> Iterator[OtlpReceiver]:
+    monkeypatch.setenv("OTEL_BSP_SCHEDULE_DELAY", "50")
+    receiver = OtlpReceiver()
+    traces = telemetry.setup("headrace-gpuworker", receiver.endpoint)
+    yield receiver
+    traces.shutdown()
+    receiver.stop()
+
+
+async def test_a_traced_step_has_a_span_under_its_plan(
+    worker: Worker, receiver: OtlpReceiver
+) -> None:
+    load(worker)
+    plan = first_plan()
+    plan.traceparent = f"00-{'a' * 32}-{'b' * 16}-01"
+    call = worker.stub.Execute()
+    await call.write(plan)
+    await call.read()
+    await call.write(next_plan(2))
+    await call.read()
+    call.cancel()
+    (span,) = await asyncio.to_thread(receiver.wait, 1)
+    assert (span.name, span.trace_id, span.parent_id) == ("gpuworker step", "a" * 32, "b" * 16)
+    assert span.attributes["headrace.num_tokens"] == len(PROMPT)

@@ -32,6 +32,17 @@ def test_an_unknown_command_or_option_is_wrong_usage(headrace):
         assert "Traceback" not in result.output
 
 
+def test_a_mistyped_command_is_guessed(headrace):
+    assert "did you mean 'generate'?" in headrace("genrate", "hi").stderr
+
+
+@pytest.mark.parametrize("server", ["localhost", "localhost:99999", "localhost:http", "a:0"])
+def test_a_server_without_a_real_port_is_wrong_usage(headrace, server):
+    result = headrace("pool", "--server", server)
+    assert result.exit_code == 2
+    assert "write HOST:PORT" in result.stderr
+
+
 def test_the_version_is_told(headrace):
     assert headrace("--version").stdout.startswith("headrace")
 
@@ -84,12 +95,6 @@ def test_no_server_is_exit_code_3_and_says_what_to_do(headrace, unused_tcp_port)
         assert "headrace serve" in result.stderr
         assert "--server" in result.stderr
         assert result.stderr.count("\n") == 1
-
-
-def test_a_server_without_a_port_is_wrong_usage(headrace):
-    result = headrace("models", "--server", "localhost")
-    assert result.exit_code == 2
-    assert "HOST:PORT" in result.stderr
 
 
 def test_a_token_file_that_is_not_there_is_one_clear_line(headrace):

@@ -16,6 +16,11 @@ def test_each_line_of_a_pipe_is_a_turn(headrace):
     assert (result.exit_code, result.stdout) == (0, "hello there\nagain\n")
 
 
+def test_a_message_given_is_the_first_turn(headrace):
+    result = headrace("chat", "hello there", stdin="again\n")
+    assert (result.exit_code, result.stdout) == (0, "hello there\nagain\n")
+
+
 def test_a_failed_turn_ends_a_pipe_with_its_error(headrace):
     result = headrace("chat", stdin="hello\nrefuse\nnever asked\n")
     assert result.exit_code == 1

@@ -154,14 +154,16 @@ def test_a_server_that_dies_midway_is_unreachable_and_keeps_what_came():
         text=True,
     )
     address = server.stdout.readline().strip()
-    done = subprocess.run(
-        [sys.executable, "-m", "headrace", "generate", "last words die", "--server", address],
-        capture_output=True,
-        text=True,
-        timeout=20,
-        check=False,
+    client = subprocess.Popen(
+        [sys.executable, "-m", "headrace", "generate", "last words hang", "--server", address],
+        stdout=subprocess.PIPE,
+        stderr=subprocess.PIPE,
     )
+    # Killed once its words are here: a reset that comes with them may overtake them.
+    words = b"last words hang"
+    assert client.stdout.read(len(words)) == words
+    server.kill()
     server.communicate()
-    assert done.returncode == 3
-    assert done.stdout.startswith("last words")
-    assert "Traceback" not in done.stderr
+    _, errors = client.communicate(timeout=20)
+    assert client.returncode == 3
+    assert b"Traceback" not in errors

@@ -1,4 +1,5 @@
 import json
+import tarfile
 from pathlib import Path
 
 import pytest
@@ -20,6 +21,15 @@ def test_exits_with_0_when_all_match(tmp_path: Path) -> None:
     assert result.exit_code == 0, result.output
     assert "2 of 2 match" in result.output
     assert "w10_min_tokens_hang.json: step 3: ends on purpose" in result.output
+
+
+def test_replays_every_trace_of_an_archive(tmp_path: Path) -> None:
+    archive = tmp_path / "traces.tar.xz"
+    with tarfile.open(archive, "w:xz") as file:
+        for name in ("w01_budget512", "t01_continuous_0"):
+            file.add(write_trace(tmp_path, name), f"{name}.json")
+    result = CliRunner().invoke(replay, [str(archive)])
+    assert (result.exit_code, result.output) == (0, "2 of 2 match\n")
 
 
 def test_prints_the_first_difference_and_exits_with_1(tmp_path: Path) -> None:
@@ -59,9 +69,10 @@ def test_refuses_settings_that_do_not_exist(tmp_path: Path, change: str, message
     assert message in result.output
 
 
-def test_says_so_when_a_file_is_no_trace(tmp_path: Path) -> None:
+@pytest.mark.parametrize("data", [b"[1, 2", b"\xd0\xcf"])
+def test_says_so_when_a_file_is_no_trace(tmp_path: Path, data: bytes) -> None:
     path = tmp_path / "other.json"
-    path.write_text("[1, 2")
+    path.write_bytes(data)
     result = CliRunner().invoke(replay, [str(path)])
     assert result.exit_code == 1
     assert "is no trace" in result.output

@@ -90,7 +90,32 @@ def test_serve_passes_its_options_to_the_services(start, tmp_path):
     worker = next(line for line in errors.splitlines() if "[gpuworker] pid" in line)
     for flag in ("--device cpu", "--num-kv-blocks 64", "--max-model-len 512", "--log-level info"):
         assert flag in worker
-    assert errors.count("--config") == 3
+    assert errors.count("all.toml") == 3
+    assert "status store" not in errors
+
+
+def test_serve_lets_the_config_file_say_what_no_flag_says(start, tmp_path, headrace):
+    (tmp_path / "token").write_text("secret\n")
+    file = tmp_path / "all.toml"
+    file.write_text(
+        f"[serving]\nauth_token_file = '{tmp_path / 'token'}'\ndrain_timeout_s = 7\n"
+        "[process]\nlog_level = 'info'\n"
+    )
+    process = start("serve", "--port", "0", "--store-url", "", "--config", str(file))
+    said = read_until(process.stdout, "Ctrl-C stops it")
+    command = re.search(r"headrace (chat .*)", said)[1].split()
+    assert headrace(*command, stdin="hi\n").stdout == "hi\n"
+    process.terminate()
+    _, errors = process.communicate(timeout=20)
+    assert errors.count("--drain-timeout-s 7.0") == 3
+    assert "--log-level" not in errors, "the file's to say"
+
+
+def test_a_file_that_is_not_there_is_said_before_anything_starts(start):
+    process = start("serve", "--port", "0", "--tls-cert-file", "none.pem")
+    _, errors = process.communicate(timeout=20)
+    assert (process.returncode, errors.count("\n")) == (2, 1)
+    assert errors.startswith("Error: cannot read none.pem")
 
 
 def test_serve_explains_a_service_that_does_not_start(start):
@@ -123,7 +148,16 @@ def test_serve_says_when_a_service_dies_later(start):
 
 def test_an_unknown_model_is_one_clear_line():
     done = subprocess.run(
-        [sys.executable, "-m", "headrace", "serve", "--model", "smollm2-135m-instuct"],
+        [
+            sys.executable,
+            "-m",
+            "headrace",
+            "serve",
+            "--port",
+            "0",
+            "--model",
+            "smollm2-135m-instuct",
+        ],
         capture_output=True,
         text=True,
         check=False,

@@ -52,6 +52,8 @@ def test_an_environment_list_is_separated_by_commas(tmp_path: Path) -> None:
         ("[demo]\nmax_num_seqs = 'many'\n", {}, "`max_num_seqs`"),
         ("[demo]\nmax_num_seqs = 0\n", {}, "`max_num_seqs`"),
         ("demo = 3\n", {}, "must be a table"),
+        ("[gpuworkr]\n", {}, "unknown section [gpuworkr]; did you mean [gpuworker]?"),
+        ("[router]\n[xyz]\n", {}, "unknown section [xyz]; known: router,"),
         ("[demo\n", {}, "is not TOML"),
         ("", {"HEADRACE_DEMO_POLICY": "lifo"}, "`policy`"),
         ("", {"HEADRACE_DEMO_SPEED": "1"}, "unknown key `speed`"),

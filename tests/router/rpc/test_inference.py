@@ -273,7 +273,7 @@ async def test_explain_asks_the_scheduler_that_had_it(stack):
     await stack.answer(request_id="r")
     account = await stack.stub.Explain(inference_pb2.ExplainRequest(request_id="r"))
     assert account.cached_tokens == 7
-    await stack.answer(request_id="several", sampling={"n": 2})
+    await stack.answer(request_id="several", sampling={"n": 2, "max_tokens": 4})
     account = await stack.stub.Explain(inference_pb2.ExplainRequest(request_id="several"))
     assert account.request_id == "several#0"
     with pytest.raises(grpc.aio.AioRpcError) as caught:

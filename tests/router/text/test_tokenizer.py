@@ -83,7 +83,7 @@ def test_a_folder_without_a_readable_tokenizer_is_refused(tmp_path, content, mes
 @pytest.mark.parametrize(
     ("metadata", "message"),
     [
-        ({"tokenizer.ggml.model": "llama"}, "'llama' is not supported"),
+        ({"tokenizer.ggml.model": "bert"}, "'bert' is not supported"),
         ({"tokenizer.ggml.model": "gpt2", "tokenizer.ggml.pre": "odd"}, "'odd' is not supported"),
         ({}, "None is not supported"),
     ],

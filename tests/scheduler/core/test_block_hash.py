@@ -1,6 +1,6 @@
 import numpy as np
 
-from scheduler.core.block_hash import BlockHashes
+from scheduler.core.block_hash import BlockHashes, block_digests
 
 TOKENS = np.arange(100, dtype=np.int32)
 
@@ -42,10 +42,15 @@ def test_a_prompt_shorter_than_a_block_is_done_at_once() -> None:
     assert hashes.digests == []
 
 
-def test_naming_the_next_block_equals_extending() -> None:
-    hashes = BlockHashes(16)
-    for index in range(3):
-        hashes.named(index, TOKENS[index * 16 : (index + 1) * 16].tobytes())
-    assert hashes.digests == digests(TOKENS, 3)
-    assert hashes.named(1, b"known already") == hashes.digests[1]
-    assert len(hashes.digests) == 3
+def test_digests_of_single_blocks_equal_those_of_the_chain() -> None:
+    chains = [BlockHashes(16), BlockHashes(16, "salt"), BlockHashes(16)]
+    chains[2].extend(TOKENS, 4)
+    blocks = [TOKENS[:16], TOKENS[:16], TOKENS[:16]]
+    data = b"".join(block.tobytes() for block in blocks)
+    found = block_digests(chains, [0, 0, 1], data)
+    expected = digests(TOKENS, 2)
+    # The third has that block already: its data is not looked at.
+    assert found == [expected[0], digests(TOKENS, 1, "salt")[0], expected[1]]
+    assert [len(chain.digests) for chain in chains] == [1, 1, 4]
+    second = block_digests(chains[:1], [1], TOKENS[16:32].tobytes())
+    assert second == expected[1:2]

@@ -143,6 +143,25 @@ def test_who_was_displaced_does_not_come_back_in_the_same_step(make_core: MakeCo
     assert [one.request_id for one in driver.step().admissions] == ["r1"]
 
 
+def test_who_was_displaced_stays_out_though_a_first_chunk_would_fit(make_core: MakeCore) -> None:
+    driver = make_driver(
+        make_core,
+        priority_preemption=True,
+        num_gpu_blocks=6,
+        reserve_full_sequence=False,
+        long_prefill_token_threshold=16,
+    )
+    driver.add(new_request(0, 64, priority=5))
+    driver.steps(5)
+    assert driver.core.num_free_blocks == 0
+    driver.add(new_request(1, 40, priority=0))
+    plan = driver.step()
+    assert plan.preempted_keys == (0,)
+    assert driver.scheduled(plan) == {"r1": 16}
+    assert driver.core.num_free_blocks == 4
+    assert [fact.reason for fact in plan.facts.passed_over] == [WaitReason.PREEMPTION]
+
+
 def test_nobody_is_displaced_when_that_would_not_be_enough(make_core: MakeCore) -> None:
     """r1 holds most blocks and is as urgent as r2: r0's one block would not help."""
     driver = make_driver(make_core, priority_preemption=True, num_gpu_blocks=7)
@@ -152,6 +171,19 @@ def test_nobody_is_displaced_when_that_would_not_be_enough(make_core: MakeCore) 
     plan = driver.step()
     assert not plan.facts.victims
     assert plan.facts.passed_over[0].reason is WaitReason.BLOCKS
+
+
+def test_no_slot_is_taken_for_a_request_that_lacks_blocks_all_the_same(
+    make_core: MakeCore,
+) -> None:
+    """r0's slot and block would be free, but r1, as urgent as r2, holds most blocks."""
+    driver = make_driver(make_core, priority_preemption=True, num_gpu_blocks=7, max_num_seqs=2)
+    driver.add(new_request(0, 10, priority=5), new_request(1, 60, priority=0))
+    driver.step()
+    driver.add(new_request(2, 40, priority=0))
+    plan = driver.step()
+    assert not plan.facts.victims
+    assert plan.facts.passed_over[0].reason is WaitReason.SEQUENCE_SLOTS
 
 
 def test_the_flag_changes_nothing_under_fcfs(make_core: MakeCore) -> None:

@@ -10,6 +10,7 @@ import pytest
 from scheduler.core.recording import Recorder
 from scheduler.core.replay import Replay, first_difference
 from scheduler.core.scheduler import SchedulerCore
+from scheduler.core.state import MAX_WALKED_ROWS
 from scheduler.core.trace import assemble, header
 from tests.scheduler.core.building import Driver, new_request, scheduler_config
 
@@ -26,8 +27,8 @@ TRACE_BY_NAME = load_traces()
 HANG = "w10_min_tokens_hang"
 
 
-# 0: everything by columns; 2: as shipped; many: everything request by request.
-@pytest.mark.parametrize("max_walked_rows", [0, 2, 10_000])
+# Everything by columns, as shipped, everything request by request.
+@pytest.mark.parametrize("max_walked_rows", [0, MAX_WALKED_ROWS, 10_000])
 @pytest.mark.parametrize("name", sorted(TRACE_BY_NAME.keys() - {HANG}))
 def test_decides_as_the_reference_did(name: str, max_walked_rows: int) -> None:
     assert first_difference(TRACE_BY_NAME[name], max_walked_rows=max_walked_rows) is None

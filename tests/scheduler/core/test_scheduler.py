@@ -215,6 +215,19 @@ def test_a_request_that_waits_for_its_grammar_does_not_lift_the_throttle(
     driver.update(plan)
 
 
+def test_only_the_waiting_queue_tells_that_capacity_is_used_up(make_core: MakeCore) -> None:
+    """As the reference: r1, set aside for its grammar and then too long, does not count."""
+    core = make_core(num_gpu_blocks=6)
+    driver = Driver(core)
+    driver.add(new_request(0, 40), new_request(1, 50, needs_grammar=True))
+    driver.step()
+    core.mark_ready("r1")
+    assert driver.step().facts.passed_over[0].reason is WaitReason.BLOCKS
+    plan = core.schedule(0.0, throttle_prefills=True)
+    assert plan.facts.passed_over[0].reason is WaitReason.THROTTLED
+    driver.update(plan)
+
+
 @pytest.mark.parametrize(("num_prompt_tokens", "is_admitted"), [(1, True), (2, False)])
 def test_throttled_prefills_let_through_who_needs_one_token(
     make_core: MakeCore, num_prompt_tokens: int, is_admitted: bool
@@ -275,6 +288,14 @@ def test_prompts_hashed_ahead_are_found_like_others(make_core: MakeCore) -> None
     driver.step()
     driver.add(new_request(1, prompt_token_ids=first.prompt_token_ids.copy(), block_hashes=hashes))
     assert driver.step().admissions[0].num_cached_tokens == 48
+
+
+@pytest.mark.parametrize("hashes", [BlockHashes(8), BlockHashes(16, "salt")])
+def test_prompts_hashed_ahead_under_other_terms_are_not_taken(
+    make_core: MakeCore, hashes: BlockHashes
+) -> None:
+    with pytest.raises(AssertionError, match="under other terms"):
+        Driver(make_core()).add(new_request(0, block_hashes=hashes))
 
 
 def test_a_result_must_belong_to_the_oldest_plan(make_core: MakeCore) -> None:

@@ -1,0 +1,120 @@
+"""`python -m benchmarks.instant_worker`: a gpuworker that answers at once and runs no model.
+
+Each token it samples is the time at which it did, in units of 10 microseconds, so that whoever
+reads the token knows its age. With --step-ms every step takes that long, as a real one would.
+"""
+
+import asyncio
+import time
+import uuid
+from collections.abc import AsyncIterator
+from typing import Any
+
+import click
+import numpy as np
+from numpy.typing import NDArray
+
+from headrace.service.columns import pack_int32, unpack_int32
+from headrace.service.process import ProcessConfig, run, write_address
+from headrace.service.serving import GrpcServer, ServingConfig, wait_for_signal
+from headrace.v1 import common_pb2, gpuworker_pb2, gpuworker_pb2_grpc
+
+MODEL = "instant"
+STAMPS_PER_S = 100_000
+VOCAB_SIZE = 2**31 - 1
+MAX_NUM_SEQS = 1024
+
+
+def stamp() -> int:
+    """Now, as a token id."""
+    return int(time.time() * STAMPS_PER_S) % VOCAB_SIZE
+
+
+def age_s(token_id: int) -> float:
+    """How long ago a token was sampled."""
+    return (stamp() - token_id) % VOCAB_SIZE / STAMPS_PER_S
+
+
+class Rows:
+    """How many tokens each row has; enough to know whose prompt is complete."""
+
+    def __init__(self) -> None:
+        self._num_tokens: NDArray[np.int64] = np.zeros(MAX_NUM_SEQS, np.int64)
+
+    def step(self, plan: gpuworker_pb2.StepPlan) -> gpuworker_pb2.StepResult:
+        """A token for each row that has reached its end."""
+        for request in plan.row_requests:
+            self._num_tokens[request.row] = len(request.token_ids) // 4
+        rows = unpack_int32(plan.rows, "rows")
+        ends = unpack_int32(plan.num_computed_tokens, "num_computed_tokens") + unpack_int32(
+            plan.num_scheduled_tokens, "num_scheduled_tokens"
+        )
+        is_complete = (ends == self._num_tokens[rows]).astype(np.int32)
+        self._num_tokens[rows] += is_complete
+        token_ids = np.full(int(is_complete.sum()), stamp(), np.int32)
+        return gpuworker_pb2.StepResult(
+            step_id=plan.step_id,
+            num_sampled_tokens=pack_int32(is_complete),
+            token_ids=pack_int32(token_ids),
+        )
+
+
+class InstantWorker(gpuworker_pb2_grpc.GpuWorkerServicer):
+    """headrace.v1.GpuWorker."""
+
+    def __init__(self, step_s: float) -> None:
+        self._step_s = step_s
+        self._incarnation = uuid.uuid4().hex
+
+    async def Describe(self, _request: Any, _context: Any) -> gpuworker_pb2.DescribeResponse:  # noqa: N802
+        """A large worker."""
+        return gpuworker_pb2.DescribeResponse(
+            worker=common_pb2.Worker(
+                worker_id="instant",
+                incarnation=self._incarnation,
+                model=MODEL,
+                role=common_pb2.WORKER_ROLE_MIXED,
+                state=common_pb2.WORKER_STATE_READY,
+                max_model_len=1_000_000,
+                block_size=16,
+                num_kv_blocks=200_000,
+                max_num_seqs=MAX_NUM_SEQS,
+                vocab_size=VOCAB_SIZE,
+                max_num_batched_tokens=65_536,
+                device="none",
+                dtype="none",
+            )
+        )
+
+    async def Execute(  # noqa: N802
+        self, plans: AsyncIterator[gpuworker_pb2.StepPlan], _context: Any
+    ) -> AsyncIterator[gpuworker_pb2.StepResult]:
+        """One result for each plan."""
+        rows, due = Rows(), time.perf_counter()
+        async for plan in plans:
+            if self._step_s:
+                due = max(due + self._step_s, time.perf_counter())
+                await asyncio.sleep(due - time.perf_counter())
+            yield rows.step(plan)
+
+
+async def serve(step_s: float, process: ProcessConfig) -> None:
+    server = GrpcServer(ServingConfig(), ["headrace.v1.GpuWorker"])
+    gpuworker_pb2_grpc.add_GpuWorkerServicer_to_server(InstantWorker(step_s), server.server)
+    write_address(process, await server.start())
+    await server.set_serving(True)
+    await wait_for_signal()
+    await server.stop(0)
+
+
+@click.command()
+@click.option("--step-ms", default=0.0, help="How long a step takes.")
+@click.option("--address-file", required=True)
+def main(step_ms: float, address_file: str) -> None:
+    """Answer plans until SIGTERM."""
+    process = ProcessConfig(address_file=address_file)
+    run("instant_worker", process, serve(step_ms / 1000, process))
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,54 @@
+"""Certificates, keys and tokens from files, checked before gRPC sees them.
+
+What is wrong with them gRPC says on stderr if at all, then reports a failed bind or an unreachable
+peer, or ends the process.
+"""
+
+import ssl
+from pathlib import Path
+
+from headrace.service.config import ConfigError
+
+
+def read_token(file: str) -> str:
+    """The token in `file`, without surrounding white space; ConfigError if it has none."""
+    token = _read(file).decode("utf-8", errors="replace").strip()
+    if not token:
+        raise ConfigError(f"{file} holds no token")
+    if not (token.isascii() and token.isprintable()):
+        raise ConfigError(f"{file}: a token must be one line of printable ASCII")
+    return token
+
+
+def read_authorities(file: str) -> bytes:
+    """The PEM certificates in `file`, or ConfigError."""
+    data = _read(file)
+    try:
+        ssl.SSLContext(ssl.PROTOCOL_TLS_CLIENT).load_verify_locations(cafile=file)
+    except ssl.SSLError as error:
+        raise ConfigError(f"{file} holds no PEM certificate ({error})") from error
+    return data
+
+
+def read_pair(cert_file: str, key_file: str) -> tuple[bytes, bytes]:
+    """A PEM certificate and its private key, or ConfigError when they are not that."""
+    if not (cert_file and key_file):
+        raise ConfigError("tls_cert_file and tls_key_file go together")
+    pair = _read(cert_file), _read(key_file)
+    try:
+        # With a password given it does not ask for one on the terminal.
+        context = ssl.SSLContext(ssl.PROTOCOL_TLS_SERVER)
+        context.load_cert_chain(cert_file, key_file, password="")
+    except (ssl.SSLError, ValueError) as error:
+        raise ConfigError(
+            f"{cert_file} and {key_file} are not a PEM certificate and its private key, "
+            f"without a password ({error})"
+        ) from error
+    return pair
+
+
+def _read(file: str) -> bytes:
+    try:
+        return Path(file).read_bytes()
+    except OSError as error:
+        raise ConfigError(f"cannot read {file}: {error.strerror}") from error

@@ -1,0 +1,57 @@
+"""A sentencepiece model out of a GGUF vocabulary with scores ("llama" in GGUF's words).
+
+Sentencepiece joins the neighbours whose joint piece has the best score, again and again. That is
+BPE whose merges are ranked by the score of what they make, so the merges are read off the scores.
+What is not in the vocabulary falls back to its bytes.
+"""
+
+from collections.abc import Mapping, Sequence
+from typing import Any
+
+from tokenizers import Tokenizer, decoders, models, normalizers
+
+SPACE_MARK = "\u2581"
+
+# Kinds in tokenizer.ggml.token_type that text is made of, piece by piece.
+_NORMAL = 1
+
+
+def build_sentencepiece(
+    metadata: Mapping[str, Any], tokens: Sequence[str], kinds: Sequence[int]
+) -> Tokenizer:
+    """The pipeline, without added tokens."""
+    id_by_piece = {piece.replace(" ", SPACE_MARK): i for i, piece in enumerate(tokens)}
+    unknown_id = metadata.get("tokenizer.ggml.unknown_token_id")
+    tokenizer = Tokenizer(
+        models.BPE(
+            vocab=id_by_piece,
+            merges=_merges(tokens, kinds, metadata["tokenizer.ggml.scores"]),
+            unk_token=None if unknown_id is None else tokens[unknown_id],
+            fuse_unk=True,
+            byte_fallback=True,
+        )
+    )
+    mark_spaces = normalizers.Replace(" ", SPACE_MARK)
+    unmark = [decoders.Replace(SPACE_MARK, " "), decoders.ByteFallback(), decoders.Fuse()]
+    if metadata.get("tokenizer.ggml.add_space_prefix", True):
+        tokenizer.normalizer = normalizers.Sequence([normalizers.Prepend(SPACE_MARK), mark_spaces])
+        unmark.append(decoders.Strip(content=" ", left=1, right=0))
+    else:
+        tokenizer.normalizer = mark_spaces
+    tokenizer.decoder = decoders.Sequence(unmark)
+    return tokenizer
+
+
+def _merges(
+    tokens: Sequence[str], kinds: Sequence[int], scores: Sequence[float]
+) -> list[tuple[str, str]]:
+    """Every pair of pieces that makes a piece, the best piece first."""
+    id_by_piece = {piece: i for i, piece in enumerate(tokens) if kinds[i] == _NORMAL}
+    found: list[tuple[float, int, int, str, str]] = []
+    for piece, token_id in id_by_piece.items():
+        for at in range(1, len(piece)):
+            left, right = id_by_piece.get(piece[:at]), id_by_piece.get(piece[at:])
+            if left is not None and right is not None:
+                found.append((-scores[token_id], left, right, piece[:at], piece[at:]))
+    found.sort()
+    return [(left, right) for _, _, _, left, right in found]

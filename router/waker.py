@@ -1,0 +1,63 @@
+"""Who may write next, so that a busy router sends fewer, larger messages.
+
+A step has news for hundreds of streams. Woken all at once, they would all write before the next
+step is read; and written for every step, messages would take all the time there is. So streams
+are woken in rounds: in a round each has one turn, a few in each turn of the event loop. When
+others wait already as a round ends, steps come faster than they can be written: then there is a
+rest of REST times the round's length, at most MAX_REST_S, and what comes meanwhile joins a
+stream's next message. A router that keeps up never rests; one that does not spends a third of its
+time on writing, and keeps up with reading.
+"""
+
+import asyncio
+from collections import deque
+from typing import Protocol
+
+REST = 2.0
+MAX_REST_S = 0.02
+
+
+class Sleeper(Protocol):
+    """A stream that waits for its turn."""
+
+    def deliver(self) -> None:
+        """It is its turn."""
+        ...
+
+
+class Waker:
+    """Owns the order of those that wait for their turn."""
+
+    def __init__(self, *, batch: int = 8) -> None:
+        """batch is how many are woken in one turn of the event loop."""
+        self._batch = batch
+        self._round: deque[Sleeper] = deque()
+        self._next: deque[Sleeper] = deque()
+        self._is_scheduled = False
+        self._began = 0.0
+
+    def add(self, sleeper: Sleeper) -> None:
+        """Give it a turn in the next round."""
+        self._next.append(sleeper)
+        if not self._is_scheduled:
+            self._is_scheduled = True
+            asyncio.get_running_loop().call_soon(self._begin)
+
+    def _begin(self) -> None:
+        self._began = asyncio.get_running_loop().time()
+        self._round, self._next = self._next, self._round
+        self._go_on()
+
+    def _go_on(self) -> None:
+        for _ in range(min(self._batch, len(self._round))):
+            self._round.popleft().deliver()
+        # Those just woken write before whatever we schedule now.
+        asyncio.get_running_loop().call_soon(self._go_on if self._round else self._end)
+
+    def _end(self) -> None:
+        if not self._next:
+            self._is_scheduled = False
+            return
+        loop = asyncio.get_running_loop()
+        rest_s = min(MAX_REST_S, REST * (loop.time() - self._began))
+        loop.call_later(rest_s, self._begin)

@@ -1,0 +1,94 @@
+"""What README and docs say of the code is true of it: files, names, settings, reasons, commands."""
+
+import re
+import tomllib
+from pathlib import Path
+
+import pytest
+
+from docs import generate
+from headrace.cli.app import _COMMANDS
+from headrace.service.config import SECTIONS, load
+from router.config import RouterConfig, TenantsConfig
+from router.core.admission import Reason
+from scheduler.config import SchedulerSettings
+
+ROOT = Path(__file__).parents[2]
+README = (ROOT / "README.md").read_text(encoding="utf-8")
+SERVICES = ("headrace", "router", "scheduler", "gpuworker")
+
+# `file.py` `Name.method`, perhaps with a line's end between them.
+NAMED = re.findall(r"`([\w/]+\.py)`\s+`([\w.]+)`", README)
+PATHS = re.findall(
+    r"`((?:headrace|router|scheduler|gpuworker|tests|benchmarks|docs)/[\w./]*)`", README
+)
+REASON = re.compile(
+    r"\b(?:not_found|already_exists|unavailable|exhausted|deadline_exceeded|unimplemented|aborted"
+    r"|internal|unauthenticated)\(\s*\"([A-Z_]+)\""
+)
+
+
+def test_the_settings_page_is_what_the_services_read():
+    assert generate.PAGE.read_text(encoding="utf-8") == generate.page(), "run `make docs`"
+
+
+@pytest.mark.parametrize("path", sorted(set(PATHS)))
+def test_a_path_in_the_readme_exists(path):
+    assert (ROOT / path).exists()
+
+
+@pytest.mark.parametrize(("file", "name"), sorted(set(NAMED)))
+def test_a_name_in_the_readme_is_in_its_file(file, name):
+    text = (ROOT / file).read_text(encoding="utf-8")
+    for part in name.split("."):
+        assert re.search(rf"^\s*(?:class|(?:async )?def) {part}\b", text, re.MULTILINE), part
+
+
+def test_the_life_of_a_request_names_the_code():
+    assert len(NAMED) > 25
+
+
+def test_the_example_file_is_the_readmes_and_loads():
+    file = ROOT / "docs" / "example.toml"
+    assert f"```toml\n{file.read_text(encoding='utf-8')}```" in README
+    assert set(tomllib.loads(file.read_text(encoding="utf-8"))) <= set(SECTIONS)
+    assert load(RouterConfig, section="router", file=file).max_queued_requests == 1000
+    assert load(SchedulerSettings, section="scheduler", file=file).watermark == 0.01
+
+
+def test_services_may_have_every_section_in_one_file(tmp_path):
+    file = tmp_path / "all.toml"
+    file.write_text("".join(f"[{section}]\n" for section in SECTIONS))
+    for struct, programs in generate._SECTIONS.values():
+        assert programs
+        section = next(name for name, entry in generate._SECTIONS.items() if entry[0] is struct)
+        assert load(struct, section=section, file=file) == struct()
+    file.write_text("[tenants.named.gold]\nweight = 3.0\n")
+    named = load(TenantsConfig, section="tenants", file=file).named
+    assert named["gold"].weight == 3
+
+
+def test_every_section_of_the_settings_is_in_the_readme():
+    for section in SECTIONS:
+        assert f"| `[{section}]` |" in README
+
+
+def test_every_reason_of_an_error_is_in_the_readme():
+    files = [file for service in SERVICES for file in (ROOT / service).rglob("*.py")]
+    reasons = {r for file in files for r in REASON.findall(file.read_text(encoding="utf-8"))}
+    assert len(reasons) > 10
+    # These two are INVALID_FIELD on the wire.
+    reasons |= {r.value for r in Reason} - {"PROMPT_TOO_LONG", "MAX_TOKENS_TOO_LARGE"}
+    assert sorted(reason for reason in reasons if f"`{reason}`" not in README) == []
+
+
+def test_every_command_in_the_readme_exists():
+    commands = set(re.findall(r"^\$ (?:\w+=\S+ |.*\| )*headrace (\w+)", README, re.MULTILINE))
+    assert len(commands) > 5
+    assert commands <= set(_COMMANDS)
+
+
+def test_every_make_target_in_the_readme_exists():
+    makefile = (ROOT / "Makefile").read_text(encoding="utf-8")
+    for target in set(re.findall(r"^(?:\$ |\| `)make ([a-z-]+)", README, re.MULTILINE)):
+        assert re.search(rf"^{target}:.*##", makefile, re.MULTILINE), target
