@@ -130,7 +130,8 @@ def _seen_serving(given: dict[str, Any], file: Path | None) -> "ServingConfig":
     ConfigError when that cannot be, before a model is loaded for it.
     """
     from headrace.service.config import is_set, load
-    from headrace.service.serving import ServingConfig, read_file, read_token
+    from headrace.service.serving import ServingConfig
+    from headrace.service.tls import read_authorities, read_pair, read_token
 
     overrides = {name: value for name, value in given.items() if value not in {None, ""}}
     if not is_set("drain_timeout_s", section="serving", file=file, environ=os.environ):
@@ -141,9 +142,10 @@ def _seen_serving(given: dict[str, Any], file: Path | None) -> "ServingConfig":
     )
     if serving.auth_token_file:
         read_token(serving.auth_token_file)
-    for pem in (serving.tls_cert_file, serving.tls_key_file, serving.tls_client_ca_file):
-        if pem:
-            read_file(pem)
+    if serving.tls_cert_file or serving.tls_key_file:
+        read_pair(serving.tls_cert_file, serving.tls_key_file)
+    if serving.tls_client_ca_file:
+        read_authorities(serving.tls_client_ca_file)
     return serving
 
 
