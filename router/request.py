@@ -161,6 +161,7 @@ class Request:
     completions: list[Completion] = field(default_factory=list)
     error: ServiceError | None = None
     num_preemptions: int = 0
+    last_round: int = -1
     _waiter: "asyncio.Future[None] | None" = None
     _has_news: bool = False
     _is_due: bool = False

@@ -2,11 +2,11 @@
 
 A step has news for hundreds of streams. Woken all at once, they would all write before the next
 step is read; and written for every step, messages would take all the time there is. So streams
-are woken in rounds: in a round each has one turn, a few in each turn of the event loop. When
-others wait already as a round ends, steps come faster than they can be written: then there is a
-rest of REST times the round's length, at most MAX_REST_S, and what comes meanwhile joins a
-stream's next message. A router that keeps up never rests; one that does not spends a third of its
-time on writing, and keeps up with reading.
+are woken in rounds: in a round each has one turn, a few in each turn of the event loop. When one
+that had its turn waits for another before the round is over, steps come faster than they can be
+written: then there is a rest of REST times the round's length, at most MAX_REST_S, and what comes
+meanwhile joins a stream's next message. A router that keeps up never rests; one that does not
+spends a third of its time on writing, and keeps up with reading.
 """
 
 import asyncio
@@ -18,7 +18,9 @@ MAX_REST_S = 0.02
 
 
 class Sleeper(Protocol):
-    """A stream that waits for its turn."""
+    """A stream that waits for its turn; last_round is the waker's."""
+
+    last_round: int
 
     def deliver(self) -> None:
         """It is its turn."""
@@ -34,30 +36,40 @@ class Waker:
         self._round: deque[Sleeper] = deque()
         self._next: deque[Sleeper] = deque()
         self._is_scheduled = False
+        self._is_behind = False
+        self._round_number = 0
         self._began = 0.0
 
     def add(self, sleeper: Sleeper) -> None:
         """Give it a turn in the next round."""
         self._next.append(sleeper)
+        if sleeper.last_round == self._round_number:
+            self._is_behind = True
         if not self._is_scheduled:
             self._is_scheduled = True
             asyncio.get_running_loop().call_soon(self._begin)
 
     def _begin(self) -> None:
         self._began = asyncio.get_running_loop().time()
+        self._round_number += 1
+        self._is_behind = False
         self._round, self._next = self._next, self._round
         self._go_on()
 
     def _go_on(self) -> None:
         for _ in range(min(self._batch, len(self._round))):
-            self._round.popleft().deliver()
+            sleeper = self._round.popleft()
+            sleeper.last_round = self._round_number
+            sleeper.deliver()
         # Those just woken write before whatever we schedule now.
         asyncio.get_running_loop().call_soon(self._go_on if self._round else self._end)
 
     def _end(self) -> None:
-        if not self._next:
-            self._is_scheduled = False
-            return
         loop = asyncio.get_running_loop()
-        rest_s = min(MAX_REST_S, REST * (loop.time() - self._began))
-        loop.call_later(rest_s, self._begin)
+        if self._is_behind:
+            rest_s = min(MAX_REST_S, REST * (loop.time() - self._began))
+            loop.call_later(rest_s, self._begin)
+        elif self._next:
+            loop.call_soon(self._begin)
+        else:
+            self._is_scheduled = False

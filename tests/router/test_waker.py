@@ -2,6 +2,7 @@
 
 import asyncio
 import time
+from types import SimpleNamespace
 
 import numpy as np
 import pytest
@@ -33,6 +34,7 @@ class Stream:
     """Counts how often it is let go on."""
 
     def __init__(self):
+        self.last_round = -1
         self.num_delivered = 0
 
     def deliver(self):
@@ -56,45 +58,46 @@ async def test_a_few_are_woken_in_each_turn_of_the_loop_in_the_order_they_came()
     assert turns == [[0] * 5, [1, 1, 0, 0, 0], [1, 1, 1, 1, 0], [1] * 5]
 
 
-async def test_who_comes_during_a_round_has_its_turn_in_the_next_after_a_rest():
-    waker, slow, late = Waker(), Stream(), Stream()
-    rested = []
+class Busy(Stream):
+    """Takes long over its first turn, and then wants another at once."""
 
-    def take_long():
-        time.sleep(0.003)
-        waker.add(late)
-        rested.append(asyncio.get_running_loop().time())
+    def __init__(self, waker, takes_s):
+        super().__init__()
+        self.waker = waker
+        self.takes_s = takes_s
+        self.times = []
 
-    slow.deliver = take_long
-    late.deliver = lambda: rested.append(asyncio.get_running_loop().time())
-    waker.add(slow)
-    await until(lambda: len(rested) == 2)
-    assert 0.005 < rested[1] - rested[0] < 1.0
+    def deliver(self):
+        super().deliver()
+        if self.num_delivered == 1:
+            time.sleep(self.takes_s)
+            self.waker.add(self)
+        self.times.append(asyncio.get_running_loop().time())
+
+
+async def rest_after(takes_s):
+    waker = Waker()
+    busy = Busy(waker, takes_s)
+    waker.add(busy)
+    await until(lambda: len(busy.times) == 2)
+    return busy.times[1] - busy.times[0]
+
+
+async def test_there_is_a_rest_when_a_stream_is_back_before_its_round_is_over():
+    assert await rest_after(0.003) > 0.005
 
 
 async def test_a_rest_is_never_long():
-    waker, slow, late = Waker(), Stream(), Stream()
-    times = []
+    assert await rest_after(0.1) < 0.09
 
-    def take_long():
-        time.sleep(0.1)
-        waker.add(late)
-        times.append(asyncio.get_running_loop().time())
 
-    slow.deliver = take_long
-    late.deliver = lambda: times.append(asyncio.get_running_loop().time())
+async def test_there_is_no_rest_for_those_who_are_new_in_a_round():
+    waker, late = Waker(), Stream()
+    slow = Busy(waker, 0.01)
+    slow.waker = SimpleNamespace(add=lambda _: waker.add(late))
     waker.add(slow)
-    await until(lambda: len(times) == 2)
-    assert times[1] - times[0] < 0.09
-
-
-async def test_there_is_no_rest_when_nobody_waits_at_the_end_of_a_round():
-    waker, slow, late = Waker(), Stream(), Stream()
-    slow.deliver = lambda: time.sleep(0.01)
-    waker.add(slow)
-    await until(lambda: not waker._is_scheduled)
-    waker.add(late)
-    await asyncio.sleep(0)
+    for _ in range(4):
+        await asyncio.sleep(0)
     assert late.num_delivered == 1
 
 
