@@ -67,7 +67,14 @@ def allocate(
         if device.type != "cpu":
             return torch.zeros(size, dtype=dtype, device=device)
         # torch.zeros would write every page of what may be most of the machine's memory.
-        pages = mmap.mmap(-1, math.prod(size) * dtype.itemsize)
+        num_bytes = math.prod(size) * dtype.itemsize
+        try:
+            pages = mmap.mmap(-1, num_bytes)
+        except (OSError, OverflowError) as error:
+            raise KvPoolError(
+                f"{num_blocks} KV blocks take {num_bytes} bytes a layer, twice, which cannot be "
+                f"had ({error}): give fewer"
+            ) from error
         return torch.frombuffer(pages, dtype=dtype).view(size)
 
     return [LayerKv(pool(), pool()) for _ in config.layers]

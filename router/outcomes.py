@@ -20,6 +20,8 @@ def rejected(reject: Reject, prompt_field: str = "text") -> ServiceError:
             return invalid(prompt_field, reject.message)
         case Reason.MAX_TOKENS_TOO_LARGE:
             return invalid("sampling.max_tokens", reject.message)
+        case Reason.TOO_MANY_COMPLETIONS:
+            return invalid("sampling.n", reject.message)
         case Reason.NO_READY_WORKER:
             return unavailable(reject.reason.value, reject.message, reject.retry_after_s)
         case Reason.DEADLINE_PASSED | Reason.DEADLINE_OUT_OF_REACH:

@@ -6,6 +6,7 @@ from typing import Protocol
 import torch
 
 from gpuworker.models.config import ModelConfig
+from gpuworker.models.errors import UnsupportedModelError, WeightError
 from gpuworker.models.gguf_file import GgufSource
 from gpuworker.models.safetensors_folder import SafetensorsSource
 
@@ -38,6 +39,12 @@ def open_source(path: Path) -> WeightSource:
         WeightError: the file is damaged or is none of these.
         UnsupportedModelError: the decoder cannot run this model.
     """
-    if path.is_dir():
-        return SafetensorsSource(path)
-    return GgufSource(path)
+    try:
+        return SafetensorsSource(path) if path.is_dir() else GgufSource(path)
+    except (UnsupportedModelError, WeightError):
+        raise
+    except (ArithmeticError, AttributeError, LookupError, TypeError, ValueError) as error:
+        # Valid JSON or metadata of another shape than a model's: we do not foresee each.
+        raise WeightError(
+            f"{path} is not as a model should be: {type(error).__name__}: {error}"
+        ) from error

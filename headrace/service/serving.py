@@ -17,6 +17,8 @@ from headrace.service.errors import ErrorInterceptor, unauthenticated
 from headrace.service.handlers import wrap_handler
 from headrace.service.tls import read_authorities, read_pair, read_token
 
+_MAX_PORT = 65_535
+
 
 class ServingConfig(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
     """How a service listens."""
@@ -104,6 +106,12 @@ class GrpcServer:
         """Listen; returns the bound "host:port". Health says NOT_SERVING until told otherwise."""
         await self.set_serving(False)
         listen = self._config.listen
+        port_text = listen.rpartition(":")[2]
+        # gRPC takes a larger port modulo 65536.
+        if not listen.startswith("unix:") and not (
+            port_text.isdecimal() and int(port_text) <= _MAX_PORT
+        ):
+            raise ConfigError(f"listen: must be host:port with a port up to 65535, is {listen!r}")
         credentials = self._credentials()
         try:
             if credentials is None:

@@ -21,6 +21,7 @@ class Reason(Enum):
     NO_READY_WORKER = "NO_READY_WORKER"
     PROMPT_TOO_LONG = "PROMPT_TOO_LONG"
     MAX_TOKENS_TOO_LARGE = "MAX_TOKENS_TOO_LARGE"
+    TOO_MANY_COMPLETIONS = "TOO_MANY_COMPLETIONS"
     DEADLINE_PASSED = "DEADLINE_PASSED"
     DEADLINE_OUT_OF_REACH = "DEADLINE_OUT_OF_REACH"
     QUEUE_FULL = "QUEUE_FULL"
@@ -196,6 +197,13 @@ def _queue_is_full(
     """limits are requests and tokens."""
     whose = "of this tenant " if reason is Reason.TENANT_QUEUE_FULL else ""
     max_requests, max_tokens = limits
+    if max_requests and ask.num_completions > max_requests:
+        # No emptier queue will ever take it: trying again later would go on for ever.
+        return Reject(
+            Reason.TOO_MANY_COMPLETIONS,
+            f"{ask.num_completions} completions never fit, {max_requests} {whose}may wait here; "
+            "ask for fewer",
+        )
     num_tokens = load.num_tokens + ask.num_prompt_tokens * ask.num_completions
     if max_requests and load.num_requests + ask.num_completions > max_requests:
         message = f"{load.num_requests} requests {whose}wait here and {max_requests} may"

@@ -207,6 +207,14 @@ async def test_a_taken_port_is_a_clear_error() -> None:
         await second.stop(0)
 
 
+@pytest.mark.parametrize("listen", ["127.0.0.1:99999", "127.0.0.1", "nonsense", "127.0.0.1:-1", ""])
+async def test_a_place_that_nobody_can_listen_on_is_not_a_taken_port(listen: str) -> None:
+    server = GrpcServer(ServingConfig(listen=listen), [NAME])
+    with pytest.raises(ConfigError, match="listen: must be host:port"):
+        await server.start()
+    await server.stop(0)
+
+
 async def test_a_signal_is_waited_for_once() -> None:
     waiting = asyncio.create_task(wait_for_signal())
     await asyncio.sleep(0)

@@ -91,6 +91,12 @@ def test_several_completions_count_one_by_one():
     assert isinstance(admit(ask(num_completions=4), load=QueueLoad(6, 960)), Admit)
 
 
+def test_more_completions_than_may_ever_wait_are_not_told_to_try_again():
+    refusal = admit(ask(1, num_completions=6))
+    assert refusal.reason is Reason.TOO_MANY_COMPLETIONS
+    assert refusal.retry_after_s is None
+
+
 def test_what_can_never_be_served_is_said_before_what_may_pass():
     assert reason(ask(100, deadline=1.0), load=QueueLoad(10, 0)) is Reason.PROMPT_TOO_LONG
 

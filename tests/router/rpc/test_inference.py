@@ -151,7 +151,7 @@ async def test_n_completions_have_their_own_seeds_and_share_a_stream(stack):
 async def test_n_are_admitted_all_or_none():
     async with running_stack(max_queued_requests=3) as stack:
         error = await error_of(stack.generate(sampling={"n": 4}))
-        assert (error.code, error.reason) == (grpc.StatusCode.RESOURCE_EXHAUSTED, "QUEUE_FULL")
+        assert (error.code, error.field) == (grpc.StatusCode.INVALID_ARGUMENT, "sampling.n")
         assert not stack.scheduler.submissions
 
 
