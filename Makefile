@@ -4,6 +4,7 @@
 PYTHON ?= python3
 VENV := .venv
 BIN := $(VENV)/bin
+DEPENDENCIES := $(VENV)/.dependencies
 STAMP := $(VENV)/.installed
 
 .DEFAULT_GOAL := help
@@ -15,12 +16,16 @@ help: ## Say what there is
 
 setup: $(STAMP) ## Make .venv with the locked dependencies
 
-$(STAMP): requirements.lock pyproject.toml
+$(DEPENDENCIES): requirements.lock
 	@echo "==> setting up $(VENV) (once; a few minutes)"
 	@$(PYTHON) -c 'import sys; sys.exit("Headrace needs Python 3.11 or newer, this is %s; try make PYTHON=python3.11" % sys.version.split()[0] if sys.version_info < (3, 11) else 0)'
 	@$(PYTHON) -m venv $(VENV)
 	@$(BIN)/python -m pip install --progress-bar on --disable-pip-version-check -r requirements.lock
-	@$(BIN)/python -m pip install --disable-pip-version-check --no-deps --no-build-isolation -e .
+	@touch $@
+
+# Apart, so that a change of pyproject.toml does not look at every dependency again.
+$(STAMP): $(DEPENDENCIES) pyproject.toml
+	@$(BIN)/python -m pip install -q --disable-pip-version-check --no-deps --no-build-isolation -e .
 	@touch $@
 
 demo: $(STAMP) ## Serve the small real model here, ask it something, stop

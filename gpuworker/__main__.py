@@ -75,15 +75,18 @@ async def serve(gpuworker: WorkerSettings, serving: ServingConfig, process: Proc
     write_address(process, await server.start())
     stopping = asyncio.create_task(wait_for_signal())
     loading = asyncio.get_running_loop().run_in_executor(model_thread, _load, gpuworker)
+    is_thread_busy = True
     try:
         await asyncio.wait([stopping, loading], return_when=asyncio.FIRST_COMPLETED)
         if loading.done():
+            is_thread_busy = False
             service.set_engine(loading.result())
             await server.set_serving(True)
             await stopping
             await server.set_serving(False)
             if not await service.drain(serving.drain_timeout_s):
-                logger.warning("stopping in the middle of a step")
+                logger.warning("stopping with requests that are not finished")
+                is_thread_busy = True
     finally:
         stopping.cancel()
         # An open stream would be cancelled in its last lines, which need the model's thread.
@@ -91,8 +94,8 @@ async def serve(gpuworker: WorkerSettings, serving: ServingConfig, process: Proc
         await server.stop(_CLOSE_STREAMS_S)
         traces.shutdown()
     model_thread.shutdown(wait=False, cancel_futures=True)
-    if not loading.done():
-        # A load cannot be interrupted, and the interpreter would wait for its thread.
+    if is_thread_busy:
+        # A load or a step cannot be interrupted, and the interpreter would wait for its thread.
         sys.stderr.flush()
         os._exit(0)
 

@@ -35,7 +35,7 @@ class WorkerSettings(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
     max_model_len: Annotated[
         int | None, help_text("Prompt and output of one request; the model's own by default.")
     ] = None
-    max_num_seqs: Annotated[int, help_text("Requests in one step.")] = 256
+    max_num_seqs: Annotated[int, help_text("Requests in one step.", ge=1)] = 256
     max_num_batched_tokens: Annotated[
         int | None, help_text("Tokens in one step; 512 on a CPU, 8192 on a GPU.")
     ] = None
@@ -46,7 +46,7 @@ class WorkerSettings(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
         int | None, help_text("CPU threads; as many as physical cores by default.")
     ] = None
     num_spec_tokens: Annotated[
-        int, help_text("Drafts by prompt lookup for each request and step; 0 is off.")
+        int, help_text("Drafts by prompt lookup for each request and step; 0 is off.", ge=0)
     ] = 0
     attention: Annotated[
         Literal["auto", "native", "triton", "torch"],

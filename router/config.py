@@ -30,46 +30,47 @@ class RouterConfig(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
         "fair"
     )
     priority_aging_s: Annotated[
-        float, help_text("Seconds of waiting that one priority is worth; 0: priority is strict.")
+        float,
+        help_text("Seconds of waiting that one priority is worth; 0: priority is strict.", ge=0),
     ] = 60.0
     max_live_requests: Annotated[
-        int, help_text("Requests answered at once, waiting or running; more are refused.")
+        int, help_text("Requests answered at once, waiting or running; more are refused.", ge=1)
     ] = 16_384
     max_queued_requests: Annotated[
-        int, help_text("Completions that may wait here, at most; more are refused.")
+        int, help_text("Completions that may wait here, at most; more are refused.", ge=1)
     ] = 4096
     max_queued_tokens: Annotated[
-        int, help_text("Prompt tokens that may wait here, at most; more are refused.")
+        int, help_text("Prompt tokens that may wait here, at most; more are refused.", ge=1)
     ] = 8_000_000
     max_unread_tokens: Annotated[
-        int, help_text("A stream whose client leaves more tokens unread is ended.")
+        int, help_text("A stream whose client leaves more tokens unread is ended.", ge=1)
     ] = 65_536
-    max_prompt_bytes: Annotated[int, help_text("Largest prompt taken, in bytes of text.")] = (
+    max_prompt_bytes: Annotated[int, help_text("Largest prompt taken, in bytes of text.", ge=1)] = (
         4 * 1024 * 1024
     )
     waiting_allowance: Annotated[
-        int, help_text("Requests sent to a worker beyond its max_num_seqs, to wait there.")
+        int, help_text("Requests sent to a worker beyond its max_num_seqs, to wait there.", ge=0)
     ] = 8
     max_report_age_s: Annotated[
-        float, help_text("A scheduler that is silent for this long gets no new requests.")
+        float, help_text("A scheduler that is silent for this long gets no new requests.", gt=0)
     ] = 5.0
 
 
 class TenantConfig(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
     """What each tenant may have, for those that are not named; 0 is no limit."""
 
-    weight: Annotated[float, help_text("Share of a tenant beside others that wait.")] = 1.0
-    max_live_requests: Annotated[int, help_text("Requests of a tenant answered at once.")] = 0
-    max_queued_requests: Annotated[int, help_text("Completions of a tenant that may wait.")] = 0
-    max_queued_tokens: Annotated[int, help_text("Prompt tokens of a tenant that may wait.")] = 0
-    requests_per_minute: Annotated[float, help_text("Requests that a tenant may send.")] = 0.0
+    weight: Annotated[float, help_text("Share of a tenant beside others that wait.", gt=0)] = 1.0
+    max_live_requests: Annotated[int, help_text("Requests of a tenant answered at once.", ge=0)] = 0
+    max_queued_requests: Annotated[
+        int, help_text("Completions of a tenant that may wait.", ge=0)
+    ] = 0
+    max_queued_tokens: Annotated[
+        int, help_text("Prompt tokens of a tenant that may wait.", ge=0)
+    ] = 0
+    requests_per_minute: Annotated[float, help_text("Requests that a tenant may send.", ge=0)] = 0.0
     tokens_per_minute: Annotated[
-        float, help_text("Prompt and output tokens that a tenant may use.")
+        float, help_text("Prompt and output tokens that a tenant may use.", ge=0)
     ] = 0.0
-
-    def __post_init__(self) -> None:
-        if self.weight <= 0:
-            raise ValueError("weight must be above 0")
 
     def limits(self) -> TenantLimits:
         """The same for the core."""

@@ -15,14 +15,16 @@ class SchedulerSettings(msgspec.Struct, frozen=True, forbid_unknown_fields=True)
     store_url: Annotated[str, help_text("Status store, redis:// or unix://; empty: none.")] = ""
     policy: Annotated[Literal["fcfs", "priority"], help_text("Order of waiting requests.")] = "fcfs"
     max_num_batched_tokens: Annotated[
-        int, help_text("Tokens a step, at most; 0: as the worker.")
+        int, help_text("Tokens a step, at most; 0: as the worker.", ge=0)
     ] = 0
-    max_num_seqs: Annotated[int, help_text("Requests in a step, at most; 0: as the worker.")] = 0
+    max_num_seqs: Annotated[
+        int, help_text("Requests in a step, at most; 0: as the worker.", ge=0)
+    ] = 0
     long_prefill_token_threshold: Annotated[
-        int, help_text("Tokens a step that one request gets, at most; 0: no limit.")
+        int, help_text("Tokens a step that one request gets, at most; 0: no limit.", ge=0)
     ] = 0
     watermark: Annotated[
-        float, help_text("Fraction of the KV blocks kept free when admitting.")
+        float, help_text("Fraction of the KV blocks kept free when admitting.", ge=0, lt=1)
     ] = 0.0
     enable_prefix_caching: Annotated[bool, help_text("Reuse KV blocks of equal prefixes.")] = True
     pipeline_depth: Annotated[
@@ -32,7 +34,7 @@ class SchedulerSettings(msgspec.Struct, frozen=True, forbid_unknown_fields=True)
         str, help_text("Write inputs (prompts too) and decisions to this file, for `replay`.")
     ] = ""
     record_max_bytes: Annotated[
-        int, help_text("Size of one recording; three older ones are kept.")
+        int, help_text("Size of one recording; three older ones are kept.", ge=0)
     ] = 256 * 1024 * 1024
 
 
@@ -40,14 +42,15 @@ class PoolSettings(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
     """How workers are watched, and how long is waited for lost ones."""
 
     step_timeout_s: Annotated[
-        float, help_text("A worker that gives no result for so long is lost.")
+        float, help_text("A worker that gives no result for so long is lost.", gt=0)
     ] = 120.0
     requeue_timeout_s: Annotated[
-        float, help_text("Requests of a lost worker wait so long for another.")
+        float, help_text("Requests of a lost worker wait so long for another.", ge=0)
     ] = 120.0
     max_num_losses: Annotated[
-        int, help_text("A request whose worker died so often while running it ends as an error.")
+        int,
+        help_text("A request whose worker died so often while running it ends as an error.", ge=0),
     ] = 3
     max_waiting_tokens: Annotated[
-        int, help_text("Tokens that may wait for a slow router before its stream is ended.")
+        int, help_text("Tokens that may wait for a slow router before its stream is ended.", ge=1)
     ] = 4_000_000

@@ -41,7 +41,10 @@ def _what_to_try(message: str) -> str:
     if "Tls handshake failed" in message:
         return "See whether --tls-ca-file has signed its certificate, and whether it has TLS at all"
     if "Socket closed" in message:
-        return "Something listens there; if it wants TLS, give --tls-ca-file"
+        return (
+            "Something listens there; it may want TLS (--tls-ca-file) or your certificate too"
+            " (--tls-cert-file, --tls-key-file)"
+        )
     return "Start one with `headrace serve`, or say where it is with --server HOST:PORT"
 
 

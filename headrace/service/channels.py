@@ -24,7 +24,7 @@ class ChannelConfig(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
     tls_cert_file: Annotated[str, help_text("PEM certificate to show (mTLS).")] = ""
     tls_key_file: Annotated[str, help_text("PEM private key of that certificate.")] = ""
     auth_token_file: Annotated[str, help_text("File with the bearer token to send.")] = ""
-    max_message_bytes: Annotated[int, help_text("Largest message taken.")] = 16 * 1024 * 1024
+    max_message_bytes: Annotated[int, help_text("Largest message taken.", ge=1)] = 16 * 1024 * 1024
 
 
 class _TokenUnary(grpc.aio.UnaryUnaryClientInterceptor):

@@ -30,9 +30,9 @@ class ConfigError(click.ClickException):
     exit_code = 2
 
 
-def help_text(text: str) -> Any:
-    """Metadata of a field: what --help says of it."""
-    return msgspec.Meta(description=text)
+def help_text(text: str, **bounds: Any) -> Any:
+    """Metadata of a field: what --help says of it, and its bounds (ge, gt, le, lt)."""
+    return msgspec.Meta(description=text, **bounds)
 
 
 def load(

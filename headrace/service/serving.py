@@ -32,8 +32,8 @@ class ServingConfig(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
     auth_token_file: Annotated[
         str, help_text("File with a token; callers must send it as `authorization: Bearer`.")
     ] = ""
-    max_message_bytes: Annotated[int, help_text("Largest message taken.")] = 16 * 1024 * 1024
-    drain_timeout_s: Annotated[float, help_text("Time to finish work after SIGTERM.")] = 30.0
+    max_message_bytes: Annotated[int, help_text("Largest message taken.", ge=1)] = 16 * 1024 * 1024
+    drain_timeout_s: Annotated[float, help_text("Time to finish work after SIGTERM.", ge=0)] = 30.0
 
 
 class AuthInterceptor(grpc.aio.ServerInterceptor):

@@ -32,9 +32,9 @@ def read_authorities(file: str) -> bytes:
 
 def read_pair(cert_file: str, key_file: str) -> tuple[bytes, bytes]:
     """A PEM certificate and its private key, or ConfigError when they are not that."""
-    if not (cert_file and key_file):
+    cert, key = (_read(file) if file else None for file in (cert_file, key_file))
+    if cert is None or key is None:
         raise ConfigError("tls_cert_file and tls_key_file go together")
-    pair = _read(cert_file), _read(key_file)
     try:
         # With a password given it does not ask for one on the terminal.
         context = ssl.SSLContext(ssl.PROTOCOL_TLS_SERVER)
@@ -44,7 +44,7 @@ def read_pair(cert_file: str, key_file: str) -> tuple[bytes, bytes]:
             f"{cert_file} and {key_file} are not a PEM certificate and its private key, "
             f"without a password ({error})"
         ) from error
-    return pair
+    return cert, key
 
 
 def _read(file: str) -> bytes:

@@ -124,7 +124,8 @@ TRUNCATIONS = [
 
 @pytest.mark.parametrize("truncation", TRUNCATIONS, ids=str)
 def test_sampled_tokens_equal_the_twins(truncation):
-    scaled = random_logits(4, seed=4)
+    # Thresholds of either sign, and around zero.
+    scaled = random_logits(4, seed=4) + torch.tensor([[0.0], [-40.0], [-9.0], [20.0]])
     given = draws(4, **truncation)
     assert torch.equal(TritonOps().sample(scaled, given), TorchOps().sample(scaled, given))
 
@@ -138,9 +139,16 @@ def test_tokens_that_tie_at_the_edge_stay_together(truncation):
     assert len(tokens.unique()) > 8
 
 
+def test_thresholds_tell_neighbouring_floats_apart():
+    scaled = (1.0 + torch.arange(64) * 2.0**-23).repeat(32, 1)
+    tokens = TritonOps().sample(scaled, draws(32, top_k=3))
+    assert set(tokens.tolist()) == {61, 62, 63}
+
+
 def test_a_greedy_row_takes_the_first_of_the_likeliest():
     scaled = random_logits(3, seed=5)
-    scaled[:, [4321, 77]] = 100.0
+    # 4173 and 77 fall to the same lane of the kernel.
+    scaled[:, [4321, 4173, 77]] = 100.0
     tokens = TritonOps().sample(scaled, draws(3, is_drawn=0, top_k=5))
     assert tokens.tolist() == [77, 77, 77]
 

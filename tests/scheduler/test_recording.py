@@ -5,7 +5,7 @@ from pathlib import Path
 
 import pytest
 
-from headrace.cli.replay import read_trace
+from headrace.cli.replay import read_traces
 from scheduler.config import SchedulerSettings
 from scheduler.core.replay import first_difference
 from scheduler.recording import path_for
@@ -36,7 +36,7 @@ async def run_some(settings: SchedulerSettings, num_rounds: int = 1) -> FakeGpuW
 async def test_a_recording_replays_without_a_difference(tmp_path, depth):
     path = tmp_path / "run.jsonl"
     await run_some(SchedulerSettings(record=str(path), pipeline_depth=depth))
-    trace = read_trace(path)
+    [(_, trace)] = read_traces(path)
     assert len(trace["requests"]) == 40
     assert any("preempted" in step.get("sched", {}) for step in trace["steps"])
     assert first_difference(trace) is None
@@ -51,7 +51,8 @@ async def test_a_full_recording_stops_and_a_new_one_begins_when_nothing_runs(tmp
     ]
     for file in files:
         assert file.stat().st_size < 40_000
-        assert first_difference(read_trace(file)) is None
+        [(_, trace)] = read_traces(file)
+        assert first_difference(trace) is None
     # A new recording is a new stream: steps count from the beginning.
     assert sum(plan.step_id <= 1 for plan in worker.plans) >= 4
 

@@ -106,16 +106,16 @@ def _decode_rule(target: Target, key: ConfigKey) -> TileConfig:
 
 def _chunk_rule(target: Target, key: ConfigKey) -> TileConfig:
     is_wide = padded(key.head_dim) > 128
-    # Before Hopper products take their operands from registers: with a window, a cap or gathered
-    # pages a wider tile spills.
+    # Before Hopper products take their operands from registers, and the loops for masked and
+    # unmasked tiles together spill. One masked loop does not, whatever window and cap are.
     is_tight = not target.is_amd and not target.has_descriptors
-    block_n = 32 if is_wide or (is_tight and (key.page < 64 or key.head_dim > 64)) else 64
+    block_n = 32 if is_wide or (is_tight and key.page < 64) else 64
     return TileConfig(
         block_m=64 if is_wide else 128,
         block_n=block_n,
         num_warps=4 if is_wide and not is_tight else 8,
-        num_stages=1 if target.is_amd else 3,
-        skips_masks=True,
+        num_stages=1 if target.is_amd else (2 if is_tight else 3),
+        skips_masks=not is_tight,
         uses_descriptors=_can_use_descriptors(target, key) and key.page == block_n,
     )
 

@@ -112,7 +112,9 @@ def test_serve_lets_the_config_file_say_what_no_flag_says(start, tmp_path, headr
 
 
 def test_a_file_that_is_not_there_is_said_before_anything_starts(start):
-    process = start("serve", "--port", "0", "--tls-cert-file", "none.pem")
+    process = start(
+        *("serve", "--port", "0", "--tls-cert-file", "none.pem", "--tls-key-file", "none.pem")
+    )
     _, errors = process.communicate(timeout=20)
     assert (process.returncode, errors.count("\n")) == (2, 1)
     assert errors.startswith("Error: cannot read none.pem")
