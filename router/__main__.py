@@ -6,6 +6,7 @@ without workers says UNAVAILABLE itself, with a RetryInfo, and ListModels tells 
 
 import asyncio
 import contextlib
+import gc
 import logging
 import os
 import platform
@@ -109,6 +110,9 @@ async def serve(
         )
         server = GrpcServer(serving, [FULL_NAME], traces.server_interceptors)
         InferenceServicer(services).add_to(server.server)
+        # The vocabulary is hundreds of thousands of objects that live as long as we do.
+        gc.collect()
+        gc.freeze()
         write_address(process, await server.start())
         async with asyncio.TaskGroup() as tasks:
             background = [

@@ -13,6 +13,10 @@ from router.request import Completion, Finish, FinishReason, Request
 from router.router import Router
 from router.text.completion import Advance
 
+# Tokens of one message, over all completions: gRPC clients take 4 MiB unless told otherwise.
+_MAX_TOKENS = 32_768
+_MAX_TOKENS_WITH_LOGPROBS = 4_096
+
 
 @dataclass(frozen=True, slots=True)
 class Delta:
@@ -107,7 +111,13 @@ def figures(request: Request, router: Router) -> Figures:
 def _take(completion: Completion, router: Router, echo: str) -> Delta | None:
     """What came of a completion since the last time; None if nothing did."""
     begin, finish = completion.num_streamed, completion.finish
-    token_ids = completion.token_ids[begin:]
+    spec = completion.request.spec
+    most = _MAX_TOKENS_WITH_LOGPROBS if spec.has_logprobs else _MAX_TOKENS
+    token_ids = completion.token_ids[begin : begin + most // spec.n]
+    if begin + len(token_ids) < len(completion.token_ids):
+        # The rest, and the end, are for the next message.
+        finish = None
+        completion.request.wake()
     if not token_ids and finish is None:
         return None
     advance = _advance(completion, token_ids, finish)

@@ -24,6 +24,10 @@ logger = logging.getLogger(__name__)
 _FIRST_BACKOFF_S = 0.1
 _MAX_BACKOFF_S = 5.0
 
+# Of prompts in one message; well below what any service takes, so that a burst of long ones does
+# not become a message that is refused again and again.
+_MAX_MESSAGE_BYTES = 2 * 1024 * 1024
+
 
 class SchedulerClient:
     """A scheduler's link; `run` does the work, the rest says what to send."""
@@ -141,11 +145,25 @@ class SchedulerClient:
         while True:
             await self._has_mail.wait()
             self._has_mail.clear()
-            message = scheduler_pb2.RouterMessage(
-                submissions=self._submissions, cancellations=self._cancellations
-            )
-            self._submissions, self._cancellations = [], []
-            await call.write(message)
+            while self._submissions or self._cancellations:
+                await call.write(self._next_message())
+
+    def _next_message(self) -> scheduler_pb2.RouterMessage:
+        """What waits to be sent, or as much as may be in one message."""
+        message = scheduler_pb2.RouterMessage()
+        num_bytes, num_sent = 0, 0
+        for submission in self._submissions:
+            num_bytes += len(submission.prompt_token_ids) + len(submission.generated_token_ids)
+            if num_sent and num_bytes > _MAX_MESSAGE_BYTES:
+                break
+            message.submissions.append(submission)
+            num_sent += 1
+        del self._submissions[:num_sent]
+        if not self._submissions:
+            # Never ahead of the submission that they end.
+            message.cancellations.extend(self._cancellations)
+            self._cancellations.clear()
+        return message
 
     async def _watch(self, watch: Any) -> None:
         async for snapshot in watch:

@@ -167,6 +167,21 @@ async def test_logprobs_pass_through_with_offsets_into_the_text(stack):
     assert text_of(messages) == "hellohello w🎉"
 
 
+async def test_what_came_at_once_is_sent_in_messages_that_clients_take(stack):
+    stack.scheduler.set_workers(worker(max_model_len=10**6, num_kv_blocks=10**6))
+    await stack.until(lambda: stack.router.pool.reports()[0].max_model_len == 10**6)
+    stack.scheduler.tokens_per_step = 60_000
+    stack.scheduler.script = lambda _: Script([65] * 60_000)
+    sampling = {"max_tokens": 60_000, "logprobs": 0, "n": 2}
+    messages = await stack.answer(sampling=sampling)
+    for index in range(2):
+        sizes = [len(output.token_ids) for output in outputs(messages, index)]
+        assert (sum(sizes), max(sizes)) == (60_000, 2_048)
+        assert len(text_of(messages, index)) == 60_000
+        ends = [output.finish_reason for output in outputs(messages, index)]
+        assert ends == [0] * (len(ends) - 1) + [common_pb2.FINISH_REASON_LENGTH]
+
+
 async def test_prompt_logprobs_come_once_with_the_first_message(stack):
     stack.scheduler.script = says("hello world")
     messages = await stack.answer("hello.", sampling={"prompt_logprobs": 1})

@@ -168,3 +168,35 @@ async def test_unknown_handles_and_finishes_are_skipped(stack):
     connection.outbox.put_nowait(scheduler_pb2.SchedulerMessage(step_update=update))
     assert text_of(await stack.answer()) == TEXT
     assert stack.scheduler.connections == [connection]
+
+
+async def test_a_burst_of_long_prompts_is_sent_in_messages_of_a_size_that_is_taken(stack):
+    stack.scheduler.script = says_text
+    size = {"max_model_len": 10**6, "num_kv_blocks": 10**6, "num_free_kv_blocks": 10**6}
+    stack.scheduler.set_workers(worker(max_num_seqs=0, **size))
+    await stack.until(lambda: stack.router.pool.reports()[0].max_num_seqs == 0)
+    stack.scheduler.is_paced = False
+    calls = [stack.generate(token_ids={"ids": [1] * 150_000}) for _ in range(20)]
+    await stack.until(lambda: stack.router.num_queued == 12)
+    # All that waits becomes sendable at once: more than gRPC's own limit of 4 MiB a message.
+    stack.scheduler.set_workers(worker(**size))
+    stack.scheduler.resume()
+    for call in calls:
+        assert text_of([message async for message in call]) == TEXT
+    assert {s.epoch for s in stack.scheduler.submissions} == {1}
+
+
+async def test_a_cancellation_is_never_sent_before_its_submission(stack):
+    client = stack.services.schedulers[0]
+    call = stack.generate()
+    await stack.until(lambda: stack.scheduler.submissions)
+    [submission] = stack.scheduler.submissions
+    client._submissions = [submission] * 3
+    client._cancellations = [scheduler_pb2.Cancellation(handle=submission.handle)]
+    submission.prompt_token_ids = bytes(3 * 2**20)
+    sent = [client._next_message() for _ in range(3)]
+    assert [len(message.submissions) for message in sent] == [1, 1, 1]
+    assert [len(message.cancellations) for message in sent] == [0, 0, 1]
+    assert not client._submissions
+    assert not client._cancellations
+    call.cancel()
