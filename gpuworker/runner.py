@@ -61,6 +61,11 @@ class ModelRunner:
         self._num_spec_tokens = num_spec_tokens
 
     @property
+    def num_spec_tokens(self) -> int:
+        """Drafts proposed for a row after a step, at most."""
+        return self._num_spec_tokens
+
+    @property
     def num_requests(self) -> int:
         """Rows that hold a request."""
         return int(self._rows.slots.is_occupied.sum())

@@ -17,7 +17,11 @@ logger = logging.getLogger(__name__)
 
 
 def core_config(info: WorkerInfo, settings: SchedulerSettings) -> SchedulerConfig:
-    """How a worker's steps are decided: its own limits, narrowed by our settings."""
+    """How a worker's steps are decided: its own limits, narrowed by our settings.
+
+    Drafts come with a result, which a step planned ahead of it cannot use.
+    """
+    num_spec_tokens = info.num_spec_tokens if settings.pipeline_depth == 1 else 0
     return SchedulerConfig(
         block_size=info.block_size,
         num_gpu_blocks=info.num_kv_blocks + 1,  # the null block counts
@@ -30,6 +34,8 @@ def core_config(info: WorkerInfo, settings: SchedulerSettings) -> SchedulerConfi
         policy=settings.policy,
         enable_prefix_caching=settings.enable_prefix_caching,
         watermark=settings.watermark,
+        num_spec_tokens=num_spec_tokens,
+        spec_kind="ngram" if num_spec_tokens else None,
         pipeline_depth=settings.pipeline_depth,
     )
 

@@ -313,7 +313,7 @@ class Engine:
         if not self._in_flight:
             raise WorkerLostError("it sent a result that no plan asked for")
         flight = self._in_flight.popleft()
-        flight.check(result)
+        flight.check(result, self._info.num_spec_tokens)
         if flight.span is not None:
             flight.span.end()
         output = self._driver.update(result.step, self._clock())

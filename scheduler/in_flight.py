@@ -23,8 +23,8 @@ class InFlight:
     started: tuple[Start, ...]
     span: Span | None
 
-    def check(self, result: WorkerResult) -> None:
-        """WorkerLostError unless `result` answers this plan."""
+    def check(self, result: WorkerResult, num_spec_tokens: int) -> None:
+        """WorkerLostError unless `result` answers this plan, with at most so many drafts each."""
         step = result.step
         if step.step_id != self.plan.step_id:
             raise WorkerLostError(
@@ -34,6 +34,11 @@ class InFlight:
             raise WorkerLostError(
                 f"it answered for {len(step.num_sampled_tokens)} requests of {self.plan.num_reqs}"
             )
+        num_drafts = step.num_draft_tokens
+        if len(num_drafts) and (
+            len(num_drafts) != self.plan.num_reqs or num_drafts.max() > num_spec_tokens
+        ):
+            raise WorkerLostError(f"it sent other drafts than {num_spec_tokens} for a request")
 
     def failures(self, result: WorkerResult) -> dict[int, str]:
         """What went wrong, by the key of the failed request."""

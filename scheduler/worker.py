@@ -29,7 +29,8 @@ class WorkerState(Enum):
 class WorkerInfo:
     """What a worker said of itself; fixed for an incarnation.
 
-    num_kv_blocks does not count the reserved null block 0.
+    num_kv_blocks does not count the reserved null block 0. num_spec_tokens drafts, at most, come
+    with a result for each request.
     """
 
     worker_id: str
@@ -42,6 +43,7 @@ class WorkerInfo:
     max_num_batched_tokens: int
     vocab_size: int
     eos_token_ids: tuple[int, ...] = ()
+    num_spec_tokens: int = 0
     role: WorkerRole = WorkerRole.MIXED
     device: str = ""
     dtype: str = ""

@@ -130,6 +130,7 @@ class GpuWorkerService(gpuworker_pb2_grpc.GpuWorkerServicer):
                 device=engine.device,
                 dtype=engine.dtype,
                 max_num_batched_tokens=limits.max_num_batched_tokens,
+                num_spec_tokens=engine.runner.num_spec_tokens,
             )
         )
 

@@ -221,6 +221,7 @@ def worker_info(message: common_pb2.Worker) -> WorkerInfo:
         max_num_batched_tokens=message.max_num_batched_tokens,
         vocab_size=message.vocab_size,
         eos_token_ids=tuple(message.eos_token_ids),
+        num_spec_tokens=message.num_spec_tokens,
         role=_ROLES[message.role],
         device=message.device,
         dtype=message.dtype,

@@ -42,6 +42,7 @@ class GatedRunner:
     def __init__(self, runner: Any) -> None:
         self._runner = runner
         self.limits = runner.limits
+        self.num_spec_tokens = runner.num_spec_tokens
         self.gate = threading.Event()
         self.gate.set()
         self.has_begun = threading.Event()
@@ -148,6 +149,7 @@ async def test_describe_says_what_the_worker_is(worker: Worker) -> None:
     assert (first.block_size, first.num_kv_blocks, first.max_num_seqs) == (16, 19, 40)
     assert (first.max_model_len, first.vocab_size) == (512, 160)
     assert list(first.eos_token_ids) == [3, 5]
+    assert first.num_spec_tokens == worker.runner.num_spec_tokens
     assert first.state == common_pb2.WORKER_STATE_READY
     assert len(first.incarnation) > 16
     again = (await worker.stub.Describe(gpuworker_pb2.DescribeRequest())).worker

@@ -1,0 +1,62 @@
+"""A result must answer its plan, or its worker cannot be trusted any more."""
+
+from dataclasses import replace
+
+import numpy as np
+import pytest
+
+from scheduler.core.plan import EMPTY_INT32, NO_FACTS, StepPlan, StepResult
+from scheduler.in_flight import InFlight
+from scheduler.worker import WorkerLostError, WorkerResult
+
+
+def int32(*values: int) -> np.ndarray:
+    return np.array(values, dtype=np.int32)
+
+
+PLAN = StepPlan(
+    step_id=4,
+    freed_rows=EMPTY_INT32,
+    row_requests=(),
+    appended_block_rows=EMPTY_INT32,
+    appended_block_ids=EMPTY_INT32,
+    rows=int32(0, 1),
+    num_computed_tokens=int32(5, 6),
+    num_scheduled_tokens=int32(1, 1),
+    num_draft_tokens=EMPTY_INT32,
+    draft_token_ids=EMPTY_INT32,
+    admissions=(),
+    preempted_keys=(),
+    expired=(),
+    facts=NO_FACTS,
+)
+RESULT = StepResult(step_id=4, num_sampled_tokens=int32(1, 1), token_ids=int32(7, 8))
+DRAFTED = replace(RESULT, num_draft_tokens=int32(0, 2), draft_token_ids=int32(1, 1))
+
+
+def check(step: StepResult, num_spec_tokens: int = 0) -> None:
+    flight = InFlight(PLAN, np.array([10, 11], dtype=np.int64), (), None)
+    result = WorkerResult(step=step, logprobs=(), message_by_failed_row={}, elapsed_s=0.0)
+    flight.check(result, num_spec_tokens)
+
+
+@pytest.mark.parametrize(("step", "num_spec_tokens"), [(RESULT, 0), (RESULT, 2), (DRAFTED, 2)])
+def test_a_result_that_answers_its_plan_is_taken(step: StepResult, num_spec_tokens: int) -> None:
+    check(step, num_spec_tokens)
+
+
+@pytest.mark.parametrize(
+    ("step", "num_spec_tokens", "message"),
+    [
+        (replace(RESULT, step_id=5), 0, "step 5"),
+        (replace(RESULT, num_sampled_tokens=int32(1)), 0, "1 requests of 2"),
+        (DRAFTED, 1, "drafts"),
+        (DRAFTED, 0, "drafts"),
+        (replace(DRAFTED, num_draft_tokens=int32(2)), 2, "drafts"),
+    ],
+)
+def test_any_other_result_means_that_the_worker_is_lost(
+    step: StepResult, num_spec_tokens: int, message: str
+) -> None:
+    with pytest.raises(WorkerLostError, match=message):
+        check(step, num_spec_tokens)
