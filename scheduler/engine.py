@@ -47,10 +47,6 @@ class Cancel:
 Message = LiveRequest | Cancel
 
 
-class RetiredError(Exception):
-    """The engine is idle and should be replaced by a new one, on a new stream."""
-
-
 class Engine:
     """The loop of one worker incarnation. `submit` and `cancel` are messages to it."""
 
@@ -151,7 +147,6 @@ class Engine:
 
         Raises:
             WorkerLostError: in an ExceptionGroup, when the worker is gone.
-            RetiredError: in an ExceptionGroup, when another engine should take its place.
         """
         try:
             async with asyncio.TaskGroup() as tasks:
@@ -188,10 +183,6 @@ class Engine:
         taken = list(self._requests.values())
         self._requests.clear()
         return taken
-
-    @property
-    def _is_idle(self) -> bool:
-        return not (self._requests or self._in_flight or self._inbox)
 
     def _tell(self, message: Message) -> None:
         self._inbox.append(message)
@@ -333,8 +324,7 @@ class Engine:
                     details=details,
                 )
             )
-        if self._recording is not None and self._recording.is_full:
-            self._recording.close()
+        if self._recording is not None and self._recording.has_failed:
             self._driver = self._core
         self.num_steps += 1
         self._is_worth_planning = True
@@ -345,8 +335,6 @@ class Engine:
 
     async def _wait(self) -> None:
         """Until something happened; a worker that gives no result in time is lost."""
-        if self._recording is not None and self._recording.is_full and self._is_idle:
-            raise RetiredError
         when = None
         if self._in_flight:
             when = self._last_progress_s + self._step_timeout_s

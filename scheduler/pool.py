@@ -12,7 +12,7 @@ from dataclasses import dataclass
 from scheduler.config import PoolSettings
 from scheduler.core.explain import Explanation
 from scheduler.core.plan import Int32Array, RequestStatus
-from scheduler.engine import Engine, RetiredError
+from scheduler.engine import Engine
 from scheduler.intake import unscheduled_end
 from scheduler.outbox import NotTaken
 from scheduler.requests import LiveRequest, Submission
@@ -187,8 +187,7 @@ class Pool:
         try:
             while True:
                 engine = self._start(worker, await self._describe(worker))
-                while await self._is_retired(worker, engine):
-                    engine = self._replace(worker, engine)
+                await self._run_engine(worker, engine)
                 self._lose(worker, engine)
                 # Only a step done shows that it is well again; one that hangs or dies at once
                 # is not tried in a tight loop.
@@ -226,9 +225,8 @@ class Pool:
         self._place_waiting()
         return worker.engine
 
-    async def _is_retired(self, worker: ManagedWorker, engine: Engine) -> bool:
-        """Run an engine to its end; True if its worker is well and should have another."""
-        is_retired = False
+    async def _run_engine(self, worker: ManagedWorker, engine: Engine) -> None:
+        """Run an engine until its worker is lost."""
         # In a task of its own: a TaskGroup that fails while it is cancelled forgets that it was
         # cancelled, and we would look for the worker again in a scheduler that is shutting down.
         running = asyncio.create_task(engine.run(), name=f"run {worker.address}")
@@ -239,21 +237,10 @@ class Pool:
             await asyncio.wait([running])
         try:
             running.result()
-        except* RetiredError:
-            is_retired = True
         except* WorkerLostError as lost:
             logger.warning("lost worker at %s: %s", worker.address, str(lost.exceptions[0]))
         except* Exception:
             logger.exception("the engine of the worker at %s failed", worker.address)
-        return is_retired
-
-    def _replace(self, worker: ManagedWorker, engine: Engine) -> Engine:
-        """A new engine for the same incarnation, with what the old one was given last."""
-        replacement = self._make_engine(engine.info, worker.connector.execute())
-        worker.engine = replacement
-        for request in engine.take_requests():
-            replacement.submit(request)
-        return replacement
 
     def _lose(self, worker: ManagedWorker, engine: Engine) -> None:
         """The worker is gone; what it did not finish goes to limbo."""

@@ -1,17 +1,16 @@
-"""Writes what an engine's core is given and decides to a file that `headrace replay` reads.
+"""Writes what an engine's core is given and decides to files that `headrace replay` reads.
 
-A recording begins with an empty core, so a file that is full cannot simply be followed by the
-next: recording stops until the engine is idle and starts afresh. Files hold prompts, as tokens.
+A file that is full is followed by the next, in the middle of a run: each begins with the state to
+go on from and replays by itself. Files hold prompts, as tokens.
 """
 
 import json
 import logging
 from pathlib import Path
-from typing import Any
+from typing import Any, TextIO
 
 from scheduler.core.recording import Recorder
 from scheduler.core.scheduler import SchedulerCore
-from scheduler.core.trace import header
 
 logger = logging.getLogger(__name__)
 
@@ -21,27 +20,26 @@ _NUM_OLD_FILES = 3
 
 
 class Recording:
-    """One engine's recording; `recorder` is driven in place of the core while not `is_full`."""
+    """One engine's recording; `recorder` is driven in place of the core until it has failed."""
 
     def __init__(self, core: SchedulerCore, path: Path, *, max_bytes: int) -> None:
         """Moves an older file to PATH.1, that one to PATH.2 and so on; the oldest is dropped.
 
+        Args:
+            core: what is recorded, from its first step on.
+            path: the newest file.
+            max_bytes: a file with as much is followed by the next.
+
         Raises:
             OSError: the file cannot be written.
         """
+        self.has_failed = False
         self._path = path
         self._max_bytes = max_bytes
         self._num_bytes = 0
-        _make_room(path)
-        # Line by line, so that a kill leaves all but the step it interrupts.
-        self._file = path.open("w", buffering=1, encoding="utf-8")
-        self.recorder = Recorder(core, self._write, max_crc_blocks=_MAX_CRC_BLOCKS)
-        self._write(header(core.config, path.stem))
-
-    @property
-    def is_full(self) -> bool:
-        """Whether the file has all it may have; nothing more is written then."""
-        return self._num_bytes >= self._max_bytes
+        self._file = _fresh(path)
+        self.recorder = Recorder(core, self._take, max_crc_blocks=_MAX_CRC_BLOCKS)
+        self._write(self.recorder.header(path.stem))
 
     def close(self) -> None:
         """Finish the last step's record and the file."""
@@ -49,15 +47,25 @@ class Recording:
             self.recorder.end_step()
             self._file.close()
 
-    def _write(self, record: dict[str, Any]) -> None:
-        line = json.dumps(record, separators=(",", ":")) + "\n"
+    def _take(self, record: dict[str, Any]) -> None:
+        if self.has_failed:
+            return
         try:
-            self._file.write(line)
-            self._num_bytes += len(line)
+            self._write(record)
+            if self._num_bytes >= self._max_bytes:
+                self._file.close()
+                self._file = _fresh(self._path)
+                self._num_bytes = 0
+                self._write(self.recorder.header(self._path.stem))
         except OSError as error:
             # A full disk ends the recording, not the serving.
             logger.warning("cannot go on recording to %s: %s", self._path, error)
-            self._num_bytes = self._max_bytes
+            self.has_failed = True
+
+    def _write(self, record: dict[str, Any]) -> None:
+        line = json.dumps(record, separators=(",", ":")) + "\n"
+        self._file.write(line)
+        self._num_bytes += len(line)
 
 
 def path_for(path: Path, worker_id: str, *, is_only_worker: bool) -> Path:
@@ -68,8 +76,11 @@ def path_for(path: Path, worker_id: str, *, is_only_worker: bool) -> Path:
     return path.with_name(f"{path.stem}-{name}{path.suffix}")
 
 
-def _make_room(path: Path) -> None:
+def _fresh(path: Path) -> TextIO:
+    """The file, empty; older ones have made room for it."""
     for number in range(_NUM_OLD_FILES, 0, -1):
         newer = path if number == 1 else path.with_name(f"{path.name}.{number - 1}")
         if newer.exists():
             newer.replace(path.with_name(f"{path.name}.{number}"))
+    # Line by line, so that a kill leaves all but the step it interrupts.
+    return path.open("w", buffering=1, encoding="utf-8")
