@@ -148,6 +148,14 @@ async def test_n_completions_have_their_own_seeds_and_share_a_stream(stack):
     assert sum(o.finish_reason != 0 for m in messages for o in m.outputs) == 3
 
 
+async def test_no_two_completions_of_a_request_arrive_at_once(stack):
+    # Under policy priority, such a pair would take each other's KV blocks again and again.
+    await stack.answer(sampling={"n": 4, "max_tokens": 2})
+    arrivals = [s.arrival_time_unix_s for s in stack.scheduler.submissions]
+    assert arrivals == sorted(set(arrivals))
+    assert arrivals[-1] - arrivals[0] < 0.001
+
+
 async def test_n_are_admitted_all_or_none():
     async with running_stack(max_queued_requests=3) as stack:
         error = await error_of(stack.generate(sampling={"n": 4}))
