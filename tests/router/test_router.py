@@ -28,6 +28,7 @@ class Link:
     def __init__(self, name="s"):
         self.name = name
         self.sent = {}
+        self.paused = set()
         self.cancelled = []
 
     def submit(self, completion):
@@ -37,6 +38,11 @@ class Link:
     def cancel(self, handle, reason):
         self.cancelled.append((handle, reason))
         self.sent.pop(handle, None)
+        self.paused.discard(handle)
+
+    def set_paused(self, handle, *, is_paused):
+        assert handle in self.sent
+        (self.paused.add if is_paused else self.paused.remove)(handle)
 
 
 class Bench:
