@@ -87,6 +87,10 @@ class Dispatcher:
     def num_in_flight(self) -> int:
         return len(self._in_flight)
 
+    @property
+    def num_paused(self) -> int:
+        return len(self._pauses)
+
     def enqueue(self, completion: Completion) -> None:
         """Let it wait; `pump` sends it."""
         request = completion.request
