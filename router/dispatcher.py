@@ -198,7 +198,7 @@ class Dispatcher:
                 if request.timeline.first_token is None:
                     request.timeline.first_token = self._clock()
                 request.wake()
-                if completion.num_unread > max_unread_tokens:
+                if len(completion.token_ids) - completion.num_streamed > max_unread_tokens:
                     unread.append(completion)
             begin = end
         return unread
