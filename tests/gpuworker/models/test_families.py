@@ -12,6 +12,7 @@ from gpuworker.core.plan import SamplingSettings
 from gpuworker.models.config import Rope
 from gpuworker.models.errors import UnsupportedModelError
 from gpuworker.models.families import model_config
+from gpuworker.models.loader import _Loader
 from gpuworker.models.rope import RopeTable
 from tests.gpuworker.driver import Driver
 from tests.gpuworker.tiny import LLAMA, VOCAB_SIZE, make_runner, save_checkpoint
@@ -167,6 +168,18 @@ def test_a_preempted_request_goes_on_as_if_nothing_had_happened(
     result = driver.step({6: 9, 3: 1})
     assert again.tokens[: len(old.tokens)] == old.tokens
     assert_matches(driver, result, model)
+
+
+@pytest.mark.parametrize("family", ["mixtral", "qwen3_moe"])
+def test_experts_in_the_form_for_gpus_match_too(
+    family: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(_Loader, "_listed_experts", _Loader._grouped_experts)
+    model = save_checkpoint(tmp_path, CONFIGS[family])
+    driver = Driver(make_runner(tmp_path))
+    driver.add(0, prompt(50, seed=1), EVERY_TOKEN)
+    assert_matches(driver, driver.step({0: 50}), model)
+    assert_matches(driver, driver.step({0: 1}), model)
 
 
 @pytest.mark.parametrize(("max_model_len", "length"), [(64, 60), (None, 100)])
