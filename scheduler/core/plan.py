@@ -238,7 +238,8 @@ class FinishedRequest:
 class StepPlan:
     """One step. The worker applies freed_rows, then row_requests, then the appended blocks.
 
-    freed_rows wait for a plan with rows to run: nobody is woken only to forget. expired are requests whose deadline passed and that this schedule ended.
+    freed_rows wait for a plan with rows to run: nobody is woken only to forget. expired are
+    requests whose deadline passed and that this schedule ended.
     """
 
     step_id: int
