@@ -79,6 +79,7 @@ class FakeScheduler:
         self.interval_s = interval_s
         self.tokens_per_step = 1
         self.workers = [worker()]
+        self.num_messages = 0  # over all connections, their hellos included
         self.submissions: list[scheduler_pb2.Submission] = []
         self.cancellations: list[tuple[str, int]] = []
         self.refusals: list[tuple[str, str]] = []  # what the next submissions get
@@ -196,6 +197,7 @@ class FakeScheduler:
 
     async def _read(self, requests, connection):
         async for message in requests:
+            self.num_messages += 1
             for submission in message.submissions:
                 self._take(submission, connection)
             for cancellation in message.cancellations:
