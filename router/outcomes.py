@@ -20,6 +20,8 @@ def rejected(reject: Reject, prompt_field: str = "text") -> ServiceError:
             return invalid(prompt_field, reject.message)
         case Reason.MAX_TOKENS_TOO_LARGE:
             return invalid("sampling.max_tokens", reject.message)
+        case Reason.MIN_TOKENS_TOO_LARGE:
+            return invalid("sampling.min_tokens", reject.message)
         case Reason.TOO_MANY_COMPLETIONS:
             return invalid("sampling.n", reject.message)
         case Reason.NO_READY_WORKER:

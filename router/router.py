@@ -284,6 +284,7 @@ class Router:
         ask = Ask(
             num_prompt_tokens=num_prompt_tokens,
             max_tokens=spec.max_tokens,
+            min_tokens=spec.min_tokens,
             num_completions=spec.n,
             deadline=deadline,
         )

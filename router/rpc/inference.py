@@ -88,6 +88,7 @@ class InferenceServicer:
             deadline_unix_s=_call_deadline(context),
             traceparent=telemetry.current_traceparent(),
         )
+        wire.add_bad_token_ids(request.sampling, model.tokenizer)
         token_ids, text = await services.prompts.read(
             model,
             wire.to_prompt(request, bounds),

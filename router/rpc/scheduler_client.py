@@ -2,8 +2,8 @@
 
 While connected, one Connect stream carries every request and WatchPool tells of the workers.
 When either breaks, both end, the router takes its requests back, and we connect again.
-Submissions and cancellations never wait: what is said while a message is being written goes into
-the next one.
+Saying something never waits: what is said while a message is being written, and a little while
+after, goes into the next one.
 """
 
 import asyncio
@@ -27,6 +27,10 @@ _MAX_BACKOFF_S = 5.0
 # Of prompts in one message; well below what any service takes, so that a burst of long ones does
 # not become a message that is refused again and again.
 _MAX_MESSAGE_BYTES = 2 * 1024 * 1024
+
+# Between two messages; the first goes at once. One for each of a thousand requests a second would
+# cost router, scheduler and worker more than the requests themselves, and a step takes longer.
+_MESSAGE_GAP_S = 0.002
 
 
 class SchedulerClient:
@@ -154,6 +158,7 @@ class SchedulerClient:
             self._has_mail.clear()
             while self._submissions or self._cancellations or self._pauses:
                 await call.write(self._next_message())
+                await asyncio.sleep(_MESSAGE_GAP_S)
 
     def _next_message(self) -> scheduler_pb2.RouterMessage:
         """What waits to be sent, or as much as may be in one message."""

@@ -74,6 +74,7 @@ def to_submission(completion: Completion) -> scheduler_pb2.Submission:
     submission.sampling.max_tokens = request.max_tokens
     submission.sampling.n = 1
     del submission.sampling.stop[:]
+    del submission.sampling.bad_words[:]
     return submission
 
 

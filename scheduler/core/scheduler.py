@@ -269,7 +269,7 @@ class SchedulerCore:
             draft_ids = state.table.draft_ids[columns.rows][is_draft]
         return StepPlan(
             step_id=batch.step_id,
-            freed_rows=_taken(state.freed_rows),
+            freed_rows=_taken(state.freed_rows) if len(columns.rows) else EMPTY_INT32,
             row_requests=tuple(batch.row_requests),
             appended_block_rows=_taken(batch.grown_rows),
             appended_block_ids=_taken(batch.grown_ids),

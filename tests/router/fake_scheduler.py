@@ -80,6 +80,7 @@ class FakeScheduler:
         self.interval_s = interval_s
         self.tokens_per_step = 1
         self.workers = [worker()]
+        self.num_messages = 0  # over all connections, their hellos included
         self.submissions: list[scheduler_pb2.Submission] = []
         self.cancellations: list[tuple[str, int]] = []
         self.pauses: list[tuple[str, bool]] = []
@@ -201,6 +202,7 @@ class FakeScheduler:
 
     async def _read(self, requests, connection):
         async for message in requests:
+            self.num_messages += 1
             for submission in message.submissions:
                 self._take(submission, connection)
             for pause in message.pauses:
