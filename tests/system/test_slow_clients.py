@@ -12,6 +12,9 @@ import grpc.aio
 import pytest
 
 from headrace.service.errors import from_rpc_error
+from headrace.status.embedded import EmbeddedStore
+from headrace.status.states import Writer
+from headrace.status.store import StatusStore
 from headrace.v1 import common_pb2, inference_pb2, inference_pb2_grpc
 from scheduler.config import SchedulerSettings
 from tests.router.stack import running_stack
@@ -74,18 +77,20 @@ class Everything:
 
 
 @contextlib.asynccontextmanager
-async def everything(depth=1, **streams):
+async def everything(depth=1, store_url="", store=None, **streams):
     worker = FakeGpuWorker(
         block_size=16, num_kv_blocks=NUM_BLOCKS, max_model_len=2048, max_num_seqs=8
     )
     await worker.start()
-    async with running_scheduler([worker], SchedulerSettings(pipeline_depth=depth)) as scheduler:
+    settings = SchedulerSettings(pipeline_depth=depth)
+    async with running_scheduler([worker], settings, store=store) as scheduler:
         await scheduler.ready()
         async with (
             running_stack(
                 schedulers=[scheduler],
                 models={"fake": byte_level_model()},
                 streams={"max_unread_tokens": MAX_UNREAD} | streams,
+                store_url=store_url,
             ) as stack,
             grpc.aio.insecure_channel(stack.address, options=SMALL_WINDOW) as channel,
         ):
@@ -130,6 +135,29 @@ async def test_a_client_that_does_not_read_pauses_its_request_alone_and_loses_no
         kinds = [event.kind for event in all_of_it.scheduler.pool.explain("slow").events]
         names = [kind.name for kind in kinds]
         assert names.count("PAUSED") == names.count("CONTINUED") >= 1
+
+
+async def test_its_status_says_that_it_is_paused_and_how_it_ended():
+    async with (
+        EmbeddedStore() as embedded,
+        StatusStore(embedded.url, Writer.SCHEDULER) as store,
+    ):
+        writing = asyncio.create_task(store.run())
+        async with everything(store_url=embedded.url, store=store) as all_of_it:
+
+            async def status():
+                assert await store.flush(10)
+                request = inference_pb2.GetStatusRequest(request_id="slow")
+                return (await all_of_it.stack.stub.GetStatus(request)).state
+
+            slow = all_of_it.ask(request_id="slow")
+            await slow.read()
+            await all_of_it.paused()
+            assert await status() == "PAUSED"
+            await all_of_it.stack.rest(slow)
+            assert await status() == "LENGTH_CAPPED"
+        writing.cancel()
+        await asyncio.wait([writing])
 
 
 async def test_a_client_that_reads_in_bursts_gets_everything_too():
