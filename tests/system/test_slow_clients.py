@@ -16,6 +16,7 @@ from headrace.status.embedded import EmbeddedStore
 from headrace.status.states import Writer
 from headrace.status.store import StatusStore
 from headrace.v1 import common_pb2, inference_pb2, inference_pb2_grpc
+from router.core.pauses import LOGPROBS_COST
 from scheduler.config import SchedulerSettings
 from tests.router.stack import running_stack
 from tests.router.tiny_models import byte_level_model
@@ -89,7 +90,7 @@ async def everything(depth=1, store_url="", store=None, **streams):
             running_stack(
                 schedulers=[scheduler],
                 models={"fake": byte_level_model()},
-                streams={"max_unread_tokens": MAX_UNREAD} | streams,
+                streams={"max_unread_tokens": MAX_UNREAD * LOGPROBS_COST} | streams,
                 store_url=store_url,
             ) as stack,
             grpc.aio.insecure_channel(stack.address, options=SMALL_WINDOW) as channel,
