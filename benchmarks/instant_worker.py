@@ -16,7 +16,7 @@ from numpy.typing import NDArray
 
 from headrace.service.columns import pack_int32, unpack_int32
 from headrace.service.process import ProcessConfig, run, write_address
-from headrace.service.serving import GrpcServer, ServingConfig, wait_for_signal
+from headrace.service.serving import GrpcServer, ServingConfig, stop_asked
 from headrace.v1 import common_pb2, gpuworker_pb2, gpuworker_pb2_grpc
 
 MODEL = "instant"
@@ -101,9 +101,10 @@ class InstantWorker(gpuworker_pb2_grpc.GpuWorkerServicer):
 async def serve(step_s: float, process: ProcessConfig) -> None:
     server = GrpcServer(ServingConfig(), ["headrace.v1.GpuWorker"])
     gpuworker_pb2_grpc.add_GpuWorkerServicer_to_server(InstantWorker(step_s), server.server)
+    stop = stop_asked()
     write_address(process, await server.start())
     await server.set_serving(True)
-    await wait_for_signal()
+    await stop.wait()
     await server.stop(0)
 
 
