@@ -87,9 +87,14 @@ class Dispatcher:
     def num_in_flight(self) -> int:
         return len(self._in_flight)
 
+    @property
+    def num_paused(self) -> int:
+        return len(self._pauses)
+
     def enqueue(self, completion: Completion) -> None:
         """Let it wait; `pump` sends it."""
         request = completion.request
+        completion.max_unread_tokens = self._unread.of(has_logprobs=request.spec.has_logprobs)
         self.queue.push(
             Entry(
                 key=completion.key,
@@ -117,7 +122,8 @@ class Dispatcher:
 
     def has_read(self, completion: Completion) -> None:
         """More of it was sent to its client: if it is paused, it may go on."""
-        if not completion.is_paused or not self._unread.may_go_on(completion.num_unread):
+        limit = completion.max_unread_tokens
+        if not completion.is_paused or not self._unread.may_go_on(completion.num_unread, limit):
             return
         self._end_pause(completion)
         if self._in_flight.get(completion.handle) is completion:
@@ -182,7 +188,6 @@ class Dispatcher:
     def _on_tokens(self, news: StepNews) -> list[Completion]:
         """Append what came; returns completions of which too much is unread."""
         in_flight, token_ids, begin = self._in_flight, news.token_ids, 0
-        max_unread_tokens = self._unread.max_unread_tokens
         unread: list[Completion] = []
         for handle, count in zip(news.handles, news.num_new_tokens, strict=True):
             end = begin + count
@@ -194,7 +199,8 @@ class Dispatcher:
                 if request.timeline.first_token is None:
                     request.timeline.first_token = self._clock()
                 request.wake()
-                if completion.num_unread > max_unread_tokens:
+                num_unread = len(completion.token_ids) - completion.num_streamed
+                if num_unread > completion.max_unread_tokens:
                     unread.append(completion)
             begin = end
         return unread
@@ -278,11 +284,11 @@ class Dispatcher:
 
     def _restrain(self, completion: Completion) -> None:
         """More of it is unread than may be."""
-        match self._unread.verdict(completion.num_unread, is_paused=completion.is_paused):
+        num_unread, limit = completion.num_unread, completion.max_unread_tokens
+        match self._unread.verdict(num_unread, limit, is_paused=completion.is_paused):
             case Verdict.PAUSE:
                 self._pause(completion)
             case Verdict.GIVE_UP:
-                limit = self._unread.max_unread_tokens
                 self._give_up(completion, f"more than {limit} of its tokens are unread")
             case Verdict.GO_ON:
                 pass
