@@ -11,7 +11,7 @@ import pytest
 from headrace.service.errors import ServiceError
 from headrace.status.states import Writer
 from headrace.status.store import StatusStore
-from router.core.admission import Limits
+from router.core.admission import Limits, TenantLimits
 from router.core.placement import Pool, WorkerReport, WorkerState
 from router.request import Admission, Ended, Finish, FinishReason, Refusal, Spec, StepNews
 from router.router import Router
@@ -96,7 +96,7 @@ class Bench:
         assert (router.num_live, router.num_queued, router.num_in_flight) == (0, 0, 0)
         assert not router._requests
         assert not len(router._deadlines)
-        assert router._permits.num_live == 0
+        assert (router._gate.permits.num_live, router._gate.num_reading) == (0, 0)
         assert router.pool.num_in_flight() == 0
         assert router.dispatcher.queue.num_tokens == 0
         assert router.num_accepted == sum(router.num_ended.values())
@@ -219,6 +219,42 @@ def test_a_refused_prompt_gives_its_permit_back():
         bench.enter("long", 100_000)
     leave, _ = bench.enter("short")
     leave()
+    bench.assert_empty()
+
+
+def test_prompts_being_read_hold_places_of_all_and_of_their_tenant():
+    tenant_limits = TenantLimits(max_queued_requests=2)
+    bench = Bench(
+        max_num_seqs=0,
+        waiting_allowance=0,
+        limits=Limits(max_queued_requests=3),
+        tenant_limits=tenant_limits,
+    )
+    a, b = (Spec(request_id="r", model="m", sampling=None, tenant=t) for t in "ab")
+    with contextlib.ExitStack() as stays:
+        for number in range(2):
+            stays.enter_context(bench.router.reserve(f"a-{number}", "a"))
+        bench.router.check(a, 0)
+        full = pytest.raises(ServiceError, match="2 requests of this tenant wait")
+        with bench.router.reserve("a-2", "a"), full:
+            bench.router.check(a, 0)
+        with bench.router.reserve("b-0", "b"):
+            bench.router.check(b, 0)
+        leave, _ = bench.enter("b-1", tenant="b")
+        full = pytest.raises(ServiceError, match="3 requests wait")
+        with bench.router.reserve("b-2", "b"), full:
+            bench.router.check(b, 0)
+    leave()
+    bench.assert_empty()
+
+
+def test_a_request_has_arrived_when_its_caller_came_not_when_its_prompt_was_read():
+    bench = Bench()
+    with bench.router.reserve("r", "") as reservation:
+        bench.time += 5.0
+        spec = Spec(request_id="r", model="m", sampling=None)
+        request = bench.router.submit(reservation, spec, np.ones(9, np.int32), "", TOKENIZER)
+        assert (request.timeline.arrived, request.arrived_unix_s) == (1000.0, 1000.0)
     bench.assert_empty()
 
 
