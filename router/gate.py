@@ -66,7 +66,7 @@ class Gate:
         least, and only what is hopeless is refused.
         """
         now = self._clock()
-        queue, rate = self._dispatcher.queue, self._dispatcher.rate
+        queue, rate = self._dispatcher.queue, self._dispatcher.rate(spec.model)
         # Prompts being read hold a place each; this one is among them.
         load, num_reading = queue.load, self.num_reading - 1
         tenant_load = queue.load_of(spec.tenant)
@@ -77,7 +77,9 @@ class Gate:
             tenant_load=QueueLoad(
                 tenant_load.num_requests + num_reading_of_tenant, tenant_load.num_tokens
             ),
-            predicted_wait_s=rate.predicted_wait_s(queue.tokens_ahead(spec.tenant)),
+            predicted_wait_s=rate.predicted_wait_s(
+                queue.line(spec.model).tokens_ahead(spec.tenant)
+            ),
             tokens_per_s=rate.tokens_per_s,
         )
         ask = Ask(

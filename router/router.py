@@ -14,7 +14,6 @@ from dataclasses import dataclass
 from headrace.service.errors import ServiceError, aborted
 from router import outcomes
 from router.core.deadlines import Deadlines
-from router.core.fairness import FairShare
 from router.core.global_queue import GlobalQueue
 from router.core.placement import Pool
 from router.core.prefix_index import prefix_of
@@ -64,14 +63,9 @@ class Router:
         wall_clock: Callable[[], float] = time.time,
     ) -> None:
         """clock is monotonic, wall_clock since the epoch; both in seconds."""
-        self._shares = FairShare(
-            {tenant: limits.weight for tenant, limits in rules.limits_by_tenant.items()},
-            default_weight=rules.tenant_limits.weight,
-            output_price=rules.output_price,
-        )
         self.dispatcher = Dispatcher(
             pool,
-            GlobalQueue(rules.policy, self._shares, aging_s=rules.priority_aging_s),
+            GlobalQueue(rules.make_line),
             status,
             max_unread_tokens=rules.max_unread_tokens,
             clock=clock,
@@ -187,7 +181,7 @@ class Router:
             arrived_unix_s=reservation.arrived_unix_s,
             timeline=Timeline(arrived=reservation.arrived),
             number=self._next_key(),
-            account=self._shares.account(spec.tenant),
+            account=self.dispatcher.queue.line(spec.model).shares.account(spec.tenant),
             waker=self._waker,
             prefix=prefix_of(prompt_token_ids, spec.cache_salt),
             deadline=deadline,

@@ -72,7 +72,7 @@ class Stack:
             or router._requests
             or router._gate.num_reading
             or len(router._deadlines)
-            or router.dispatcher.queue.num_tokens
+            or router.dispatcher.queue.load.num_tokens
             or router.pool.num_in_flight()
         )
 

@@ -12,7 +12,8 @@ from headrace.service.errors import ServiceError
 from headrace.status.states import Writer
 from headrace.status.store import StatusStore
 from router.core.admission import Limits, TenantLimits
-from router.core.placement import Pool, WorkerReport, WorkerState
+from router.core.credit import WorkerReport, WorkerState
+from router.core.placement import Pool
 from router.request import Admission, Ended, Finish, FinishReason, Refusal, Spec, StepNews
 from router.router import Router
 from router.rules import Rules
@@ -98,7 +99,7 @@ class Bench:
         assert not len(router._deadlines)
         assert (router._gate.permits.num_live, router._gate.num_reading) == (0, 0)
         assert router.pool.num_in_flight() == 0
-        assert router.dispatcher.queue.num_tokens == 0
+        assert router.dispatcher.queue.load.num_tokens == 0
         assert router.num_accepted == sum(router.num_ended.values())
         assert all(not link.sent for link in self.links.values())
 
