@@ -86,6 +86,7 @@ class Gate:
             num_prompt_tokens=num_prompt_tokens,
             is_read=is_read,
             max_tokens=spec.max_tokens,
+            min_tokens=spec.min_tokens,
             num_completions=spec.n,
             deadline=deadline,
         )

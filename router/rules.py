@@ -7,6 +7,7 @@ from typing import Any
 from router.core.admission import Limits, TenantLimits
 from router.core.fairness import FairShare
 from router.core.line import Line, Policy
+from router.core.pauses import UnreadLimits
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -19,7 +20,7 @@ class Rules:
     policy: Policy = "fair"
     priority_aging_s: float = 60.0
     output_price: float = 2.0
-    max_unread_tokens: int = 65_536
+    unread: UnreadLimits = field(default_factory=UnreadLimits)
 
     def make_line(self) -> Line[Any]:
         """An empty line of requests that wait for one model."""

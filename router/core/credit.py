@@ -142,6 +142,14 @@ class Credit:
         self._wait(load, -1)
         self._num_blocks_not_reported += self._num_blocks(load.num_tokens)
 
+    def pause(self, load: Load) -> None:
+        """An admitted one was set aside: it takes no slot until it goes on."""
+        _remove(self._urgencies, load.urgency)
+
+    def go_on(self, load: Load) -> None:
+        """It wants a slot again, whether or not one is free."""
+        insort(self._urgencies, load.urgency)
+
     def give_back(self, load: Load, *, was_admitted: bool) -> None:
         """It is there no more."""
         _remove(self._urgencies, load.urgency)
