@@ -6,6 +6,7 @@ What was let in is, at every instant, exactly what has ended and what is live.
 import contextlib
 
 import numpy as np
+from hypothesis import settings
 from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, initialize, invariant, precondition, rule
 
@@ -16,9 +17,17 @@ from router.request import FinishReason, Refusal, Spec
 from tests.router.test_router import TOKENIZER, Bench, report
 
 MODELS = {"s": "m", "t": "m", "u": "other"}
-ids = st.integers(0, 15).map("r-{}".format)
+ids = st.integers(0, 63).map("r-{}".format)
 tenants = st.sampled_from("abc")
 chances = st.integers(0, 10**6)
+# Tokens of the prompt, n, model, priority, and how far away the deadline is.
+asks = st.tuples(
+    st.integers(1, 300),
+    st.sampled_from([1, 1, 4]),
+    st.sampled_from(["m", "m", "other"]),
+    st.integers(-2, 2),
+    st.sampled_from([None, None, None, -0.1, 0.3, 2.0]),
+)
 
 
 class RouterMachine(RuleBasedStateMachine):
@@ -52,39 +61,42 @@ class RouterMachine(RuleBasedStateMachine):
         things = list(things)
         return things[chance % len(things)]
 
-    @rule(request_id=ids, tenant=tenants)
-    def come(self, request_id, tenant):
-        stay = self.bench.router.reserve(request_id, tenant)
-        with contextlib.suppress(ServiceError):
-            self.reading[request_id] = (stay, stay.__enter__())
+    @rule(callers=st.lists(st.tuples(ids, tenants), min_size=3, max_size=12))
+    def come(self, callers):
+        """Their prompts are being read from here on, if there are permits and ids are free."""
+        for request_id, tenant in callers:
+            is_free = request_id not in self.reading and request_id not in self.stays
+            stay = self.bench.router.reserve(request_id, tenant)
+            with contextlib.suppress(ServiceError):
+                self.reading[request_id] = (stay, stay.__enter__())
+                assert is_free
 
     @precondition(lambda self: self.reading)
-    @rule(chance=chances, num_tokens=st.integers(1, 300), n=st.sampled_from([1, 1, 4]),
-          model=st.sampled_from(["m", "m", "other"]), priority=st.integers(-2, 2),
-          lead_s=st.sampled_from([None, None, -0.1, 0.3, 2.0]))  # fmt: skip
-    def be_read(self, chance, num_tokens, n, model, priority, lead_s):
-        """Its prompt is read, and it is let in or refused."""
-        request_id = self.pick(self.reading, chance)
-        stay, reservation = self.reading.pop(request_id)
-        spec = Spec(
-            request_id=request_id,
-            model=model,
-            sampling=None,
-            n=n,
-            tenant=reservation.tenant,
-            priority=priority,
-            max_tokens=50,
-            deadline_unix_s=None if lead_s is None else self.bench.time + lead_s,
-        )
-        router, prompt = self.bench.router, np.ones(num_tokens, np.int32)
-        try:
-            router.check(spec, num_tokens)
-            router.submit(reservation, spec, prompt, "", TOKENIZER)
-        except ServiceError:
-            assert reservation.request is None
-            stay.__exit__(None, None, None)
-        else:
-            self.stays[request_id] = stay
+    @rule(asks=st.lists(asks, min_size=3, max_size=12))
+    def be_read(self, asks):
+        """Prompts are read, and their requests let in or refused."""
+        for request_id, ask in zip(list(self.reading), asks, strict=False):
+            num_tokens, n, model, priority, lead_s = ask
+            stay, reservation = self.reading.pop(request_id)
+            spec = Spec(
+                request_id=request_id,
+                model=model,
+                sampling=None,
+                n=n,
+                tenant=reservation.tenant,
+                priority=priority,
+                max_tokens=50,
+                deadline_unix_s=None if lead_s is None else self.bench.time + lead_s,
+            )
+            router, prompt = self.bench.router, np.ones(num_tokens, np.int32)
+            try:
+                router.check(spec, num_tokens)
+                router.submit(reservation, spec, prompt, "", TOKENIZER)
+            except ServiceError:
+                assert reservation.request is None
+                stay.__exit__(None, None, None)
+            else:
+                self.stays[request_id] = stay
 
     @precondition(lambda self: self.reading)
     @rule(chance=chances)
@@ -98,15 +110,14 @@ class RouterMachine(RuleBasedStateMachine):
         self.stays.pop(self.pick(self.stays, chance)).__exit__(None, None, None)
         self.num_left += 1
 
-    @rule(name=st.sampled_from(sorted(MODELS)), num_tokens=st.integers(1, 3), chance=chances,
-          ends=st.booleans())  # fmt: skip
-    def step(self, name, num_tokens, chance, ends):
-        """Some of what the scheduler has gets tokens; of these, some end."""
-        sent = list(self.bench.links[name].sent)
-        advanced = [h for i, h in enumerate(sent) if (chance >> i % 16) & 1]
-        self.bench.step(
-            name, num_tokens, handles=advanced, ends=advanced[: len(advanced) // 2] if ends else ()
-        )
+    @rule(
+        num_tokens=st.integers(1, 3), num_passed_over=st.integers(0, 4), num_ends=st.integers(0, 2)
+    )
+    def step(self, num_tokens, num_passed_over, num_ends):
+        """What schedulers have gets tokens, but for some; a few end."""
+        for name, link in self.bench.links.items():
+            advanced = list(link.sent)[num_passed_over:]
+            self.bench.step(name, num_tokens, handles=advanced, ends=advanced[:num_ends])
 
     @rule(request_id=ids)
     def abort(self, request_id):
@@ -225,3 +236,4 @@ class RouterMachine(RuleBasedStateMachine):
 
 
 TestRouter = RouterMachine.TestCase
+TestRouter.settings = settings(max_examples=60, stateful_step_count=80)
