@@ -94,7 +94,8 @@ class Completion:
     __slots__ = (
         "epoch", "finish", "handle", "has_echoed", "index", "is_admitted", "is_paused", "key",
         "link", "logprobs", "max_unread_tokens", "num_cached_tokens", "num_dispatches",
-        "num_streamed", "prompt_logprobs", "request", "request_id", "sent", "text", "token_ids",
+        "num_streamed", "priority", "prompt_logprobs", "request", "request_id", "sent", "text",
+        "token_ids",
     )  # fmt: skip
 
     def __init__(self, request: "Request", index: int, key: int, text: CompletionText) -> None:
@@ -103,6 +104,7 @@ class Completion:
         self.index = index
         self.key = key
         self.handle = 0
+        self.priority = spec.priority  # as it is sent
         self.request_id = spec.request_id if spec.n == 1 else f"{spec.request_id}#{index}"
         self.text = text
         self.epoch = 1

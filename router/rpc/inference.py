@@ -92,6 +92,8 @@ class InferenceServicer:
         token_ids, text = await services.prompts.read(
             model,
             wire.to_prompt(request, bounds),
+            lambda least_tokens: self._router.check(spec, least_tokens),
+            max_tokens=self._router.max_prompt_tokens(model_name),
             echo=spec.echo,
             keep_special_tokens=spec.keep_special_tokens,
         )
