@@ -161,6 +161,8 @@ class Request:
     completions: list[Completion] = field(default_factory=list)
     error: ServiceError | None = None
     num_preemptions: int = 0
+    num_draft_tokens: int = 0
+    num_accepted_draft_tokens: int = 0
     last_round: int = -1
     _waiter: "asyncio.Future[None] | None" = None
     _has_news: bool = False
@@ -234,6 +236,8 @@ class StepNews:
     handles: Sequence[int]  # [num_completions]
     num_new_tokens: Sequence[int]  # [num_completions]
     token_ids: Sequence[int]  # [sum(num_new_tokens)]
+    # [num_completions] drafts verified and accepted, or [0] when there were none.
+    draft_counts: Sequence[tuple[int, int]] = ()
     ended: Sequence[Ended] = ()
     admissions: Sequence[Admission] = ()
     logprobs: Sequence[Logprobs] = ()

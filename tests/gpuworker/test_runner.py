@@ -12,6 +12,7 @@ import transformers
 from gpuworker.core.plan import PlanError, SamplingSettings, StepPlan
 from gpuworker.runner import ModelRunner
 from tests.gpuworker.driver import GREEDY, Driver, int32
+from tests.gpuworker.sampling.chi_square import assert_follows
 from tests.gpuworker.tiny import LLAMA, VOCAB_SIZE, make_runner, save_checkpoint
 
 SAMPLED = SamplingSettings(temperature=1.1, top_p=0.95, seed=2**63 + 5)
@@ -168,6 +169,40 @@ def test_its_own_drafts_give_the_same_tokens_in_fewer_steps(
         scheduled, num_steps = 1, num_steps + 1
     assert request.output[:60] == expected
     assert num_steps < 48
+
+
+def test_what_is_sampled_behind_a_draft_follows_the_models_distribution(driver: Driver) -> None:
+    """At a draft's place and behind it; a wrong draft must not colour what comes instead."""
+    prompt = prompts(1, seed=3)[0]
+    few = replace(SAMPLED, top_p=1.0, logit_bias=FEW_TOKENS)
+    draft = FEW_TOKENS[1][0]
+
+    def distribution(tokens: list[int]) -> np.ndarray:
+        """Over the vocabulary, from the model's own log probabilities and the three biases."""
+        driver.add(0, tokens, replace(few, num_logprobs=VOCAB_SIZE))
+        columns = driver.step({0: len(tokens)}).logprobs[0].tokens
+        driver.free(0)
+        assert columns is not None
+        weights = np.zeros(VOCAB_SIZE)
+        weights[columns.top_token_ids[0]] = np.exp(columns.top_logprobs[0] / few.temperature)
+        weights[[t for t in range(VOCAB_SIZE) if t not in dict(FEW_TOKENS)]] = 0
+        return weights / weights.sum()
+
+    first, second = distribution(prompt), distribution([*prompt, draft])
+    at_draft, behind = [], []
+    for start in range(0, 2000, 40):
+        for row in range(40):
+            driver.add(row, prompt[:8] if row % 2 else prompt, replace(few, seed=start + row))
+        scheduled = {row: len(driver.requests[row].tokens) for row in range(40)}
+        driver.step(scheduled, {row: [draft] for row in range(0, 40, 2)})
+        for row in range(40):
+            output = driver.free(row).output
+            if row % 2 == 0:
+                at_draft.append(output[0])
+                behind += output[1:]
+    assert_follows(at_draft, first)
+    assert_follows(behind, second)
+    assert len(behind) == at_draft.count(draft) > 100
 
 
 def test_drafts_end_before_max_model_len(checkpoint: Path) -> None:

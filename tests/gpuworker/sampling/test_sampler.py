@@ -8,12 +8,11 @@ import pytest
 import torch
 
 from gpuworker.core.plan import SamplingSettings
+from tests.gpuworker.sampling.chi_square import assert_follows
 from tests.gpuworker.sampling.places import sampled
 
 GREEDY = SamplingSettings(temperature=0.0)
 NUM_DRAWS = 4000
-# Chi-square with few degrees of freedom exceeds this once in a million.
-Z = 4.75
 
 TRUNCATIONS = {
     "none": SamplingSettings(),
@@ -47,21 +46,6 @@ def expected_probabilities(logits: np.ndarray, settings: SamplingSettings) -> np
     result = np.zeros_like(probabilities)
     result[nucleus] = probabilities[nucleus]
     return result / result.sum()
-
-
-def assert_follows(tokens: list[int], probabilities: np.ndarray) -> None:
-    counts = np.bincount(tokens, minlength=len(probabilities))
-    assert counts[probabilities == 0].sum() == 0
-    expected = probabilities * len(tokens)
-    is_common = expected >= 5
-    chi2 = ((counts - expected)[is_common] ** 2 / expected[is_common]).sum()
-    rare = expected[~is_common].sum()
-    if rare > 0:
-        chi2 += (counts[~is_common].sum() - rare) ** 2 / max(rare, 1)
-    freedom = max(int(is_common.sum()) - 1 + (rare > 0), 1)
-    # Wilson-Hilferty: the cube root of chi-square is nearly normal.
-    z = ((chi2 / freedom) ** (1 / 3) - (1 - 2 / (9 * freedom))) / math.sqrt(2 / (9 * freedom))
-    assert z < Z
 
 
 @pytest.mark.parametrize("settings", TRUNCATIONS.values(), ids=TRUNCATIONS.keys())
