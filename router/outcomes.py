@@ -64,12 +64,10 @@ def no_longer_fits(spec: Spec) -> ServiceError:
     )
 
 
-def too_slow(spec: Spec, max_unread_tokens: int) -> ServiceError:
+def too_slow(spec: Spec, why: str) -> ServiceError:
     """Its caller does not read what it asked for."""
     return exhausted(
-        "SLOW_CLIENT",
-        f"{spec.request_id} was ended: more than {max_unread_tokens} of its tokens are unread; "
-        "read the stream as it comes",
+        "SLOW_CLIENT", f"{spec.request_id} was ended: {why}; read the stream as it comes"
     )
 
 

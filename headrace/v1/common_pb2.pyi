@@ -402,7 +402,7 @@ class Worker(_message.Message):
     num_running: _builtins.int
     """Requests in the batch."""
     num_waiting: _builtins.int
-    """Requests waiting in the scheduler."""
+    """Requests waiting in the scheduler, paused ones not among them."""
     device: _builtins.str
     """Device in words, e.g. "cpu" or "NVIDIA H100 80GB"."""
     dtype: _builtins.str

@@ -83,6 +83,11 @@ def to_cancellation(handle: int, reason: CancelReason) -> scheduler_pb2.Cancella
     return scheduler_pb2.Cancellation(handle=handle, reason=_CANCEL_REASON[reason])
 
 
+def to_pause(handle: int, *, is_paused: bool) -> scheduler_pb2.Pause:
+    """A pause of what was sent under the handle, or its end."""
+    return scheduler_pb2.Pause(handle=handle, paused=is_paused)
+
+
 def to_news(update: scheduler_pb2.StepUpdate) -> StepNews:
     """One step's columns; ServiceError names a column that is not one."""
     handles = unpack_uint32(update.handles, "step_update.handles").tolist()
