@@ -67,6 +67,31 @@ def test_draws_follow_the_distribution_over_positions() -> None:
     assert_follows(tokens, expected_probabilities(logits.numpy(), settings))
 
 
+@pytest.mark.parametrize(
+    "settings",
+    [
+        SamplingSettings(top_p=0.7, min_p=0.01),
+        SamplingSettings(top_p=0.6, top_k=2000),
+        SamplingSettings(top_p=0.8, top_k=1500, min_p=0.02),
+    ],
+    ids=str,
+)
+def test_top_p_is_a_part_of_what_min_p_and_top_k_leave_however_much(
+    settings: SamplingSettings,
+) -> None:
+    """Far more tokens are left than are looked at first, and top_p takes a part of them all."""
+    logits = torch.randn(3000, generator=torch.Generator().manual_seed(3)) * 0.6
+    every = [replace(settings, seed=seed) for seed in range(2000)]
+    tokens = np.array(sampled(logits.expand(2000, -1), every))
+    probabilities = expected_probabilities(logits.numpy(), settings)
+    # Thirty groups of about the same probability, from the likeliest token down.
+    order = np.argsort(-probabilities)
+    group = np.empty(3000, dtype=np.int64)
+    group[order] = (np.cumsum(probabilities[order]) * 29.999).astype(np.int64)
+    assert (probabilities[tokens] > 0).all()
+    assert_follows(group[tokens].tolist(), np.bincount(group, probabilities))
+
+
 def test_a_wide_nucleus_beyond_the_candidates_follows_too() -> None:
     """3000 equal tokens: more than are looked at first."""
     logits = torch.zeros(3000)
