@@ -56,6 +56,34 @@ def test_draws_follow_the_distribution_over_seeds(settings: SamplingSettings) ->
     assert_follows(tokens, expected_probabilities(logits.numpy(), settings))
 
 
+def test_draws_follow_what_bias_penalties_and_forbidden_tokens_leave() -> None:
+    """The prompt is token 0; the output so far 1, 2, 2."""
+    logits = torch.randn(24, generator=torch.Generator().manual_seed(6)) * 1.5
+    settings = SamplingSettings(
+        temperature=0.8,
+        top_p=0.95,
+        logit_bias=((4, 2.0), (5, -1.5)),
+        presence_penalty=0.7,
+        frequency_penalty=0.4,
+        repetition_penalty=1.3,
+        min_tokens=4,
+        stop_token_ids=(7,),
+        bad_token_ids=((8,), (2, 9), (1, 2, 2, 10), (3, 11)),
+    )
+    every = [replace(settings, seed=seed) for seed in range(NUM_DRAWS)]
+    tokens = sampled(
+        logits.expand(NUM_DRAWS, -1), every, tokens=[[0, 1, 2, 2]] * NUM_DRAWS, eos=(6,)
+    )
+    adjusted = logits.numpy().astype(np.float64)
+    adjusted[[4, 5]] += [2.0, -1.5]
+    seen = adjusted[[0, 1, 2]]
+    adjusted[[0, 1, 2]] = np.where(seen > 0, seen / 1.3, seen * 1.3)
+    adjusted[1] -= 0.7 + 0.4
+    adjusted[2] -= 0.7 + 2 * 0.4
+    adjusted[[6, 7, 8, 9, 10]] = -np.inf
+    assert_follows(tokens, expected_probabilities(adjusted, settings))
+
+
 def test_draws_follow_the_distribution_over_positions() -> None:
     logits = torch.randn(24, generator=torch.Generator().manual_seed(2)) * 1.5
     settings = SamplingSettings(top_p=0.9, seed=12345)
