@@ -176,6 +176,7 @@ class Dispatcher:
             self._on_admission(admission.handle, admission.num_cached_tokens, admission.time_unix_s)
         for logprobs in news.logprobs:
             self._on_logprobs(logprobs)
+        self._on_drafts(news)
         unread = self._on_tokens(news)
         for ended in news.ended:
             completion = self._in_flight.get(ended.handle)
@@ -189,6 +190,13 @@ class Dispatcher:
                 self._restrain(completion)
         if news.ended or news.admissions or unread:
             self.pump()
+
+    def _on_drafts(self, news: StepNews) -> None:
+        """Count what speculation brought."""
+        for handle, counts in zip(news.handles, news.draft_counts, strict=False):
+            if (completion := self._in_flight.get(handle)) is not None:
+                completion.request.num_draft_tokens += counts[0]
+                completion.request.num_accepted_draft_tokens += counts[1]
 
     def _on_tokens(self, news: StepNews) -> list[Completion]:
         """Append what came; returns completions of which too much is unread."""

@@ -170,6 +170,8 @@ class Request:
     completions: list[Completion] = field(default_factory=list)
     error: ServiceError | None = None
     num_preemptions: int = 0
+    num_draft_tokens: int = 0
+    num_accepted_draft_tokens: int = 0
     paused_s: float = 0.0  # of pauses that are over, summed up over all completions
     last_round: int = -1
     _waiter: "asyncio.Future[None] | None" = None
@@ -244,6 +246,8 @@ class StepNews:
     handles: Sequence[int]  # [num_completions]
     num_new_tokens: Sequence[int]  # [num_completions]
     token_ids: Sequence[int]  # [sum(num_new_tokens)]
+    # [num_completions] drafts verified and accepted, or [0] when there were none.
+    draft_counts: Sequence[tuple[int, int]] = ()
     ended: Sequence[Ended] = ()
     admissions: Sequence[Admission] = ()
     logprobs: Sequence[Logprobs] = ()

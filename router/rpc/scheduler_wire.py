@@ -98,10 +98,14 @@ def to_news(update: scheduler_pb2.StepUpdate) -> StepNews:
         raise invalid("step_update.num_new_tokens", f"must have {len(handles)} entries")
     if sum(num_new_tokens) != len(token_ids):
         raise invalid("step_update.token_ids", f"must have {sum(num_new_tokens)} entries")
+    draft_counts = unpack_int32(update.draft_counts, "step_update.draft_counts").tolist()
+    if len(draft_counts) not in {0, 2 * len(handles)}:
+        raise invalid("step_update.draft_counts", f"must have {2 * len(handles)} entries, or none")
     return StepNews(
         handles=handles,
         num_new_tokens=num_new_tokens,
         token_ids=token_ids,
+        draft_counts=list(zip(draft_counts[::2], draft_counts[1::2], strict=True)),
         ended=[_ended(finished) for finished in update.finished],
         admissions=[
             Admission(a.handle, a.num_cached_tokens, a.time_unix_s) for a in update.admitted
