@@ -2,6 +2,7 @@
 
 import logging
 import time
+from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -9,15 +10,22 @@ import torch
 
 from gpuworker import kv_pool
 from gpuworker.attention.cpu import TorchAttention
-from gpuworker.attention.interface import AttentionBackend
+from gpuworker.attention.interface import AttentionBackend, LayerKv
 from gpuworker.attention.native import NativeAttention
 from gpuworker.attention.native_library import NativeUnavailableError
 from gpuworker.config import WorkerSettings
 from gpuworker.core.input_batch import BatchLimits
+from gpuworker.device.transfers import CudaTransfers, HostTransfers, Transfers
+from gpuworker.forward import Forward
+from gpuworker.kernels.ops import Ops
+from gpuworker.kernels.twins import TorchOps
 from gpuworker.models.config import ModelConfig
+from gpuworker.models.decoder import Decoder
 from gpuworker.models.loader import Progress, load_decoder, with_max_model_len
 from gpuworker.models.source import open_source
 from gpuworker.runner import ModelRunner
+from gpuworker.sampling.sampler import Sampler
+from gpuworker.step_inputs import InputStaging
 
 logger = logging.getLogger(__name__)
 
@@ -53,10 +61,49 @@ def load_engine(settings: WorkerSettings, model: Path, progress: Progress) -> En
     limits = _limits(settings, source.config, source.eos_token_ids, (device, dtype))
     kv = kv_pool.allocate(source.config, limits.num_kv_blocks, limits.block_size, dtype, device)
     attention = attention_backend(settings.attention, limits, source.config, (device, dtype))
-    runner = ModelRunner(
-        decoder, attention, kv, limits, time.perf_counter, settings.num_spec_tokens
-    )
+    parts = DeviceParts.of(device)
+    runner = build_runner(decoder, attention, kv, limits, parts, settings.num_spec_tokens)
     return Engine(runner, _device_name(device), str(dtype).removeprefix("torch."))
+
+
+@dataclass(frozen=True, slots=True)
+class DeviceParts:
+    """What a runner uses of a kind of device."""
+
+    ops: Ops
+    transfers: Transfers
+
+    @staticmethod
+    def of(device: torch.device) -> "DeviceParts":
+        """The fused kernels on a GPU, torch's own elsewhere."""
+        if device.type == "cpu":
+            return DeviceParts(TorchOps(), HostTransfers())
+        # Triton is imported only where it runs.
+        from gpuworker.kernels.fused import TritonOps
+
+        return DeviceParts(TritonOps(), CudaTransfers(device))
+
+
+def build_runner(
+    decoder: Decoder,
+    attention: AttentionBackend,
+    kv: Sequence[LayerKv],
+    limits: BatchLimits,
+    parts: DeviceParts,
+    num_spec_tokens: int = 0,
+) -> ModelRunner:
+    """A runner of these parts."""
+    sampler = Sampler(parts.ops, limits, decoder.device, parts.transfers)
+    staging = InputStaging(limits, decoder.device)
+    forward = Forward(decoder, attention, kv, staging, sampler.last_tokens)
+    return ModelRunner(
+        forward,
+        sampler,
+        parts.transfers,
+        limits,
+        clock=time.perf_counter,
+        num_spec_tokens=num_spec_tokens,
+    )
 
 
 def _device(name: str) -> torch.device:

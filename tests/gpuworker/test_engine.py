@@ -42,16 +42,16 @@ def test_the_kernel_for_this_cpu_is_taken_where_it_can_be_built(
     checkpoint: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setenv("CXX", "/nonexistent/compiler")
-    assert isinstance(load(checkpoint).runner._attention, TorchAttention)
+    assert isinstance(load(checkpoint).runner.forward.attention, TorchAttention)
     with pytest.raises(ValueError, match="attention native"):
         load(checkpoint, attention="native")
     monkeypatch.delenv("CXX")
     try:
-        attention = load(checkpoint, attention="native").runner._attention
+        attention = load(checkpoint, attention="native").runner.forward.attention
     except ValueError as error:
         pytest.skip(str(error))
     assert isinstance(attention, NativeAttention)
-    assert isinstance(load(checkpoint, attention="torch").runner._attention, TorchAttention)
+    assert isinstance(load(checkpoint, attention="torch").runner.forward.attention, TorchAttention)
 
 
 @pytest.mark.parametrize(

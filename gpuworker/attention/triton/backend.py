@@ -30,8 +30,8 @@ from gpuworker.attention.triton.configs import (
     padded,
     tile_config,
 )
-from gpuworker.attention.triton.staging import StagingRing
 from gpuworker.core.plan import Int32Array
+from gpuworker.device.staging import StagingRing
 from gpuworker.kernels.launch import HeldKernel
 
 _LOG2_E = math.log2(math.e)
