@@ -60,7 +60,8 @@ class Forward:
         self._last_tokens = last_tokens
         self._graph_sizes: tuple[int, ...] = ()
         self._graphs: dict[int, StepGraph] = {}
-        self._graph_logits: torch.Tensor | None = None
+        # [the largest of them, vocab_size]; kept by none of them, or each would hold its own.
+        self._graph_logits = torch.empty(0, device=decoder.device)
 
     def capture(self, sizes: Sequence[int], recorder: GraphRecorder, progress: Progress) -> None:
         """Records steps without chunks, the largest first: the others fit into its memory.
@@ -72,10 +73,8 @@ class Forward:
         """
         if not sizes:
             return
-        config = self._decoder.config
-        self._graph_logits = torch.empty(
-            (sizes[-1], config.vocab_size), dtype=torch.float32, device=self._decoder.device
-        )
+        size = (sizes[-1], self._decoder.config.vocab_size)
+        self._graph_logits = torch.empty(size, dtype=torch.float32, device=self._decoder.device)
         for done, size in enumerate(reversed(sizes)):
             progress(done, len(sizes))
             self._graphs[size] = self._record(size, recorder, self._graph_logits[:size])
@@ -84,21 +83,20 @@ class Forward:
 
     def run(self, batch: FlatBatch, slots: RequestSlots) -> Outputs:
         """Starts a step."""
-        num_samples = len(batch.sample_rows)
-        num_padded = self._num_padded(batch)
-        num_verified = batch.num_reqs if len(batch.draft_token_ids) else 0
+        num_samples, num_drafts = len(batch.sample_rows), len(batch.draft_token_ids)
+        is_sampled = num_samples == batch.num_tokens
+        num_padded = self._num_padded(batch.num_tokens, is_sampled)
         sizes = StepSizes(
-            num_padded,
-            padded_rows(num_samples) if num_samples else 0,
-            num_samples,
-            num_verified,
-            len(batch.draft_token_ids),
+            num_padded_tokens=num_padded,
+            num_logits=padded_rows(num_samples) if num_samples else 0,
+            num_samples=num_samples,
+            num_verified=batch.num_reqs if num_drafts else 0,
+            num_drafts=num_drafts,
         )
         inputs = self._staging.send(batch, slots, sizes)
         prepared = self.attention.prepare(StepShape.of(batch, num_padded))
-        graph = self._graphs.get(num_padded) if _is_replayable(batch, prepared) else None
-        if graph is not None and self._graph_logits is not None:
-            graph.replay()
+        if is_sampled and prepared.has_fixed_layout and num_padded in self._graphs:
+            self._graphs[num_padded].replay()
             return Outputs(None, self._graph_logits[:num_samples], inputs.samples)
         hidden = self._hidden(inputs, prepared)
         logits = self._logits_of_samples(hidden, inputs, batch)
@@ -116,12 +114,12 @@ class Forward:
         padded = torch.cat((indices, indices[:1].expand(missing)))
         return self._decoder.logits(hidden.index_select(0, padded))[:count]
 
-    def _num_padded(self, batch: FlatBatch) -> int:
-        if len(batch.sample_rows) == batch.num_tokens:
-            place = bisect_left(self._graph_sizes, batch.num_tokens)
-            if place < len(self._graph_sizes):
-                return self._graph_sizes[place]
-        return padded_rows(batch.num_tokens)
+    def _num_padded(self, num_tokens: int, is_sampled: bool) -> int:
+        """Tokens to pad a step to; is_sampled: every token of it is."""
+        place = bisect_left(self._graph_sizes, num_tokens)
+        if is_sampled and place < len(self._graph_sizes):
+            return self._graph_sizes[place]
+        return padded_rows(num_tokens)
 
     def _hidden(self, inputs: StepInputs, prepared: PreparedStep) -> torch.Tensor:
         token_ids = fed(inputs.token_ids, self._last_tokens)
@@ -158,11 +156,6 @@ def fed(token_ids: torch.Tensor, last_tokens: torch.Tensor) -> torch.Tensor:
     """
     rows = token_ids.bitwise_not().clamp_(min=0)
     return torch.where(token_ids < 0, last_tokens.index_select(0, rows), token_ids)
-
-
-def _is_replayable(batch: FlatBatch, prepared: PreparedStep) -> bool:
-    """Whether a step is laid out as every other of its padded size."""
-    return len(batch.sample_rows) == batch.num_tokens and getattr(prepared, "is_fixed", False)
 
 
 def _padding_only(num_padded_tokens: int) -> StepShape:

@@ -76,6 +76,14 @@ class StepShape:
 class PreparedStep(Protocol):
     """One step's attention, ready to run once per layer."""
 
+    @property
+    def has_fixed_layout(self) -> bool:
+        """Whether it lies where every step of its padded size does, with equally many launches.
+
+        What was recorded of such a step can be replayed for any other.
+        """
+        return False
+
     def write(self, kv: LayerKv, key: torch.Tensor, value: torch.Tensor) -> None:
         """Puts the step's keys and values in their slots.
 

@@ -342,6 +342,10 @@ class TritonStep(PreparedStep):
             for window, sections in lists.items()
         }
 
+    @property
+    def has_fixed_layout(self) -> bool:
+        return not any(counts[1] for counts, _ in self._lists.values())
+
     def counts(self, window: int | None) -> tuple[int, int, int]:
         """Decode items, chunk items and merges of the layers with a window; grids follow them."""
         return self._lists[window][0]
