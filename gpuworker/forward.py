@@ -73,8 +73,8 @@ class Forward:
         """
         if not sizes:
             return
-        size = (sizes[-1], self._decoder.config.vocab_size)
-        self._graph_logits = torch.empty(size, dtype=torch.float32, device=self._decoder.device)
+        shape = (sizes[-1], self._decoder.config.vocab_size)
+        self._graph_logits = torch.empty(shape, dtype=torch.float32, device=self._decoder.device)
         for done, size in enumerate(reversed(sizes)):
             progress(done, len(sizes))
             self._graphs[size] = self._record(size, recorder, self._graph_logits[:size])

@@ -134,14 +134,16 @@ class ModelRunner:
     def launch(self, plan: StepPlan) -> PendingStep:
         """Starts one step.
 
-        A step that verifies drafts must be finished before the next is launched, since only its
-        result says how far its rows are: it is, here, and so is the older of two others.
+        Only the result of a step that verifies drafts says how far its rows are, and what bad words
+        forbid depends on tokens: with either, what is on its way is finished first, and otherwise
+        the older of two steps is.
 
         Raises:
             PlanError: the plan contradicts itself or the rows.
         """
         started_s = self._clock()
-        while self._pending and (self._has_drafts_pending or len(self._pending) == _MAX_PENDING):
+        most = 0 if self._has_drafts_pending or self._rows.slots.looks_back else _MAX_PENDING - 1
+        while len(self._pending) > most:
             self._pending[0].finish()
         batch = self._rows.apply(plan)
         self._sampler.place(plan.row_requests, self._rows)

@@ -1,4 +1,4 @@
-"""Changes of single logits before a token is chosen: biases, and tokens that must not come yet."""
+"""Changes of single logits before a token is chosen: biases, and tokens that must not come."""
 
 from dataclasses import dataclass, field
 
@@ -18,9 +18,12 @@ class HostEdits:
 
 
 def logit_edits(batch: FlatBatch, rows: InputBatch) -> HostEdits | None:
-    """The edits of a step's samples; None: there are none."""
+    """The edits of a step's samples; None: there are none.
+
+    Tokens of rows with bad words that look back must be known.
+    """
     slots = rows.slots
-    if not (slots.bias_by_row or slots.stop_token_ids_by_row):
+    if not (slots.bias_by_row or slots.stop_token_ids_by_row or slots.bad_words_by_row):
         return None
     edits = _Edits()
     for i, row in enumerate(batch.sample_rows.tolist()):
@@ -29,7 +32,12 @@ def logit_edits(batch: FlatBatch, rows: InputBatch) -> HostEdits | None:
             edits.add(i, bias.token_ids, bias.values)
         stops = slots.stop_token_ids_by_row.get(row)
         if stops is not None and batch.sample_positions[i] < slots.min_tokens[row]:
-            edits.add(i, stops, np.full(len(stops), -np.inf, dtype=np.float32))
+            edits.forbid(i, stops)
+        bad_words = slots.bad_words_by_row.get(row)
+        if bad_words is not None:
+            # Drafts stand behind the row's tokens: the place after a draft has seen it.
+            output = rows.token_ids[row, rows.num_prompt_tokens[row] : batch.sample_num_tokens[i]]
+            edits.forbid(i, bad_words.forbidden_after(output))
     return edits.joined()
 
 
@@ -43,6 +51,9 @@ class _Edits:
         self.samples.append(np.full(len(token_ids), sample, dtype=np.int32))
         self.token_ids.append(token_ids)
         self.values.append(values)
+
+    def forbid(self, sample: int, token_ids: Int64Array) -> None:
+        self.add(sample, token_ids, np.full(len(token_ids), -np.inf, dtype=np.float32))
 
     def joined(self) -> HostEdits | None:
         if not self.samples:

@@ -16,7 +16,7 @@ import msgspec
 
 # Every section that some service reads: they share one file, so each must know the others' names.
 SECTIONS = (
-    *("router", "tenant", "tenants", "scheduler", "pool", "gpuworker"),
+    *("router", "streams", "tenant", "tenants", "scheduler", "pool", "gpuworker"),
     *("serving", "channel", "process"),
 )
 

@@ -141,6 +141,22 @@ def scheduled_at_random(
     return scheduled
 
 
+def test_bad_words_that_look_back_wait_for_the_token_before(checkpoint: Path) -> None:
+    prompt = prompts(1, seed=6)[0]
+    plain = Driver(make_runner(checkpoint))
+    plain.add(0, prompt)
+    first = plain.finish(0, 12)
+    plain.free(0)
+    sampling = replace(GREEDY, bad_token_ids=(tuple(first[3:5]), tuple(first[7:9])))
+    plain.add(0, prompt, sampling)
+    expected = plain.finish(0, 12)
+    assert expected != first
+
+    driver, _ = late_driver(checkpoint)
+    driver.add(0, prompt, sampling)
+    assert pipelined(driver, 0, 12) == expected
+
+
 def test_a_row_that_changes_hands_does_not_get_the_old_requests_token(checkpoint: Path) -> None:
     first, second = prompts(2, seed=7)
     plain = Driver(make_runner(checkpoint))
