@@ -39,6 +39,9 @@ class Engine:
     runner: ModelRunner
     device: str  # e.g. "cpu" or "NVIDIA H100 80GB"
     dtype: str  # e.g. "float32"
+    # Steps that it gains from having in flight: on a CPU, or with drafts, one is done before the
+    # next can begin.
+    pipeline_depth: int = 1
 
 
 def load_engine(settings: WorkerSettings, model: Path, progress: Progress) -> Engine:
@@ -63,7 +66,13 @@ def load_engine(settings: WorkerSettings, model: Path, progress: Progress) -> En
     attention = attention_backend(settings.attention, limits, source.config, (device, dtype))
     parts = DeviceParts.of(device)
     runner = build_runner(decoder, attention, kv, limits, parts, settings.num_spec_tokens)
-    return Engine(runner, _device_name(device), str(dtype).removeprefix("torch."))
+    is_ahead = device.type != "cpu" and settings.num_spec_tokens == 0
+    return Engine(
+        runner,
+        _device_name(device),
+        str(dtype).removeprefix("torch."),
+        pipeline_depth=2 if is_ahead else 1,
+    )
 
 
 @dataclass(frozen=True, slots=True)

@@ -54,7 +54,7 @@ class PendingStep:
         self._copied.synchronize()
 
     def finish(self) -> StepResult:
-        """Its result; to be called on the runner's thread, in the order of launches."""
+        """Its result, and those of all before it; to be called on the runner's thread."""
         if self._result is None:
             self._copied.synchronize()
             self._result = self._complete(self)
@@ -210,6 +210,8 @@ class ModelRunner:
     @torch.inference_mode()
     def _complete(self, step: PendingStep, launched: _Launched) -> StepResult:
         """Reads what a step gave and brings the rows up to it."""
+        while step in self._pending and self._pending[0] is not step:
+            self._pending[0].finish()
         batch = launched.batch
         counts, sampled_ids, errors = _unpacked(launched)
         token_ids = sampled_ids
