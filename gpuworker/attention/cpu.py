@@ -22,6 +22,7 @@ from gpuworker.attention.interface import (
     PreparedStep,
     StepShape,
     kv_slots,
+    narrowed,
 )
 
 TILE = 128
@@ -76,14 +77,18 @@ class _TorchStep(PreparedStep):
         self._device = device
         self._kv_shape = kv_shape
         self._group = num_heads // kv_shape.num_kv_heads
-        self._slots = self._tensor(kv_slots(shape.slot_mapping, kv_shape).reshape(-1))
+        self._pool_rows = self._tensor(kv_slots(shape.slot_mapping, kv_shape).reshape(-1))
         self._pieces_by_window: dict[int | None, list[_Piece]] = {}
+
+    @property
+    def slots(self) -> torch.Tensor:
+        return self._tensor(self._shape.padded_slots())
 
     def write(self, kv: LayerKv, key: torch.Tensor, value: torch.Tensor) -> None:
         num_tokens, head_dim = self._shape.num_tokens, self._kv_shape.head_dim
         for pool, new in ((kv.key, key), (kv.value, value)):
-            rows = new[:num_tokens].reshape(-1, head_dim).to(pool.dtype)
-            pool.view(-1, head_dim).index_copy_(0, self._slots, rows)
+            rows = narrowed(new[:num_tokens].reshape(-1, head_dim), pool.dtype)
+            pool.view(-1, head_dim).index_copy_(0, self._pool_rows, rows)
 
     def attend(self, query: torch.Tensor, kv: LayerKv, layer: AttentionLayer) -> torch.Tensor:
         pieces = self._pieces_by_window.get(layer.sliding_window)

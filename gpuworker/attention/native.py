@@ -91,7 +91,7 @@ class NativeAttention(AttentionBackend):
 class _NativeStep(PreparedStep):
     def __init__(self, shape: StepShape, backend: NativeAttention) -> None:
         self._backend = backend
-        self._num_tokens = shape.num_tokens
+        self._shape = shape
         kv_shape = backend.shape
         group = backend.num_heads // kv_shape.num_kv_heads
         max_queries = max(_MAX_PIECE_ROWS // group, 1)
@@ -117,6 +117,10 @@ class _NativeStep(PreparedStep):
             num_threads=torch.get_num_threads(),
         )
 
+    @property
+    def slots(self) -> torch.Tensor:
+        return torch.from_numpy(self._shape.padded_slots())
+
     def write(self, kv: LayerKv, key: torch.Tensor, value: torch.Tensor) -> None:
         key, value = _dense_heads(key), _dense_heads(value)
         layer = _Layer(key_stride=key.stride(0), value_stride=value.stride(0))
@@ -125,7 +129,7 @@ class _NativeStep(PreparedStep):
     def attend(self, query: torch.Tensor, kv: LayerKv, layer: AttentionLayer) -> torch.Tensor:
         query = _dense_heads(query)
         out = torch.empty(query.shape, dtype=query.dtype)
-        out[self._num_tokens :] = 0
+        out[self._shape.num_tokens :] = 0
         settings = _Layer(
             query_stride=query.stride(0),
             window=layer.sliding_window or 0,

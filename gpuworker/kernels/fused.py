@@ -5,7 +5,7 @@ from functools import cache
 import torch
 import triton
 
-from gpuworker.attention.interface import LayerKv
+from gpuworker.attention.interface import FLOAT8_TYPES, LayerKv
 from gpuworker.kernels.device import layers, sampling
 from gpuworker.kernels.launch import HeldKernel
 from gpuworker.kernels.ops import (
@@ -19,7 +19,6 @@ from gpuworker.kernels.ops import (
     TokenPlaces,
     Verification,
 )
-from gpuworker.kernels.twins import EIGHT_BIT_TYPES
 
 # Elements of a pass that one program holds; a vocabulary is walked in such blocks.
 _BLOCK = 4096
@@ -60,7 +59,7 @@ class TritonOps(Ops):
         num_heads = all_heads - 2 * num_kv_heads
         query = torch.empty((num_tokens, num_heads, head_dim), dtype=qkv.dtype, device=qkv.device)
         rotary_dim = 0 if rope is None else 2 * rope.cosines.shape[1]
-        limit = torch.finfo(kv.key.dtype).max if kv.key.dtype in EIGHT_BIT_TYPES else 0.0
+        limit = torch.finfo(kv.key.dtype).max if kv.key.dtype in FLOAT8_TYPES else 0.0
         shape = (num_heads, num_kv_heads, head_dim, rotary_dim, page)
         kernel = _rotate_kernel(shape, norms is not None, limit)
         # What the kernel does not read is any tensor of the right type.
@@ -76,7 +75,7 @@ class TritonOps(Ops):
             kv.value,
             qkv,
             places.positions,
-            places.slots,
+            places.attention.slots,
             query_norm,
             key_norm,
             cosines,

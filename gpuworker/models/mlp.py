@@ -1,14 +1,12 @@
 """The part of a layer after attention: one gated MLP, or some of many for each token."""
 
 from collections.abc import Sequence
-from typing import Literal, Protocol
+from typing import Protocol
 
 import torch
-from torch.nn import functional
 
-from gpuworker.models.linear import Linear, padded_rows
-
-Activation = Literal["silu", "gelu_tanh"]
+from gpuworker.kernels.ops import Activation, Ops
+from gpuworker.models.linear import Added, Linear, padded_rows
 
 
 class Mlp(Protocol):
@@ -17,8 +15,8 @@ class Mlp(Protocol):
     def __call__(self, x: torch.Tensor) -> torch.Tensor:
         """x is [num_tokens, hidden_size]; so is the result."""
 
-    def add_to(self, residual: torch.Tensor, x: torch.Tensor) -> torch.Tensor:
-        """residual + self(x), in one pass where the device can; neither is changed."""
+    def add_to(self, residual: torch.Tensor, x: torch.Tensor) -> Added:
+        """As Linear.add_to."""
 
 
 class GatedMlp(Mlp):
@@ -28,24 +26,23 @@ class GatedMlp(Mlp):
         gate_up: gate rows, then up rows.
         down: back to hidden_size.
         activation: of the gate.
+        ops: of the device.
     """
 
-    def __init__(self, gate_up: Linear, down: Linear, activation: Activation) -> None:
+    def __init__(self, gate_up: Linear, down: Linear, activation: Activation, ops: Ops) -> None:
         self._gate_up = gate_up
         self._down = down
         self._activation = activation
+        self._ops = ops
 
     def __call__(self, x: torch.Tensor) -> torch.Tensor:
         return self._down(self._gated(x))
 
-    def add_to(self, residual: torch.Tensor, x: torch.Tensor) -> torch.Tensor:
+    def add_to(self, residual: torch.Tensor, x: torch.Tensor) -> Added:
         return self._down.add_to(residual, self._gated(x))
 
     def _gated(self, x: torch.Tensor) -> torch.Tensor:
-        gate, up = self._gate_up(x).chunk(2, dim=-1)
-        if self._activation == "silu":
-            return functional.silu(gate).mul_(up)
-        return functional.gelu(gate, approximate="tanh").mul_(up)
+        return self._ops.gate(self._gate_up(x), self._activation)
 
 
 class MixtureMlp(Mlp):
@@ -80,8 +77,8 @@ class MixtureMlp(Mlp):
             out.index_add_(0, rows, result * weights[rows, places].unsqueeze(1))
         return out
 
-    def add_to(self, residual: torch.Tensor, x: torch.Tensor) -> torch.Tensor:
-        return residual + self(x)
+    def add_to(self, residual: torch.Tensor, x: torch.Tensor) -> Added:
+        return residual, self(x)
 
     def _route(self, x: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
         """Weights in x's type and experts of each token, [num_tokens, num_per_token]."""

@@ -20,6 +20,7 @@ from gpuworker.kernels.ops import (
     TokenPlaces,
     Verification,
 )
+from tests.kernels.batches import Slots
 
 CPU = torch.device("cpu")
 # A matrix instruction must be in the kernel; on NVIDIA which one depends on rows and generation.
@@ -81,14 +82,15 @@ def op_launches() -> Iterator[Launch]:
 
 def _layer_ops(target: Target) -> None:
     ops = TritonOps()
-    hidden, weight = _zeros(2, 4096), _zeros(4096)
+    hidden, weight = _zeros(2, 4096), torch.zeros(4096)
     ops.add_rms_norm(hidden, hidden.clone(), weight, 1e-5)
     ops.add_rms_norm(hidden, None, weight, 1e-5)
     gate_up = _zeros(2, 2 * 14336)
     ops.gate(gate_up, "silu")
     ops.gate(gate_up, "gelu_tanh")
-    places = TokenPlaces(torch.zeros(2, dtype=torch.int64), torch.zeros(2, dtype=torch.int32))
-    norms = HeadNorms(_zeros(128), _zeros(128), 1e-6)
+    slots = Slots(torch.zeros(2, dtype=torch.int32))
+    places = TokenPlaces(torch.zeros(2, dtype=torch.int64), slots)
+    norms = HeadNorms(torch.zeros(128), torch.zeros(128), 1e-6)
     rope = RopeTables(torch.zeros(16, 64), torch.zeros(16, 64))
     for kv_dtype in [torch.bfloat16] + [_float8(target)] * target.has_float8:
         pool = _zeros(2, 8, 64, 128).to(kv_dtype)
@@ -136,7 +138,7 @@ def _float8(target: Target) -> torch.dtype:
 
 
 def attention_launches(model: Model) -> Iterator[Launch]:
-    """Decode and chunk kernels, the merge and the write of a model."""
+    """Decode and chunk kernels and the merge of a model."""
     for kind, queries in (("decode", 1), ("chunk", 130)):
         label = f"{model.name} {kind}"
         yield Launch(
@@ -173,11 +175,10 @@ def _attend(model: Model, target: Target, num_queries: int) -> None:
     heads = torch.zeros(
         num_queries, model.num_heads + 2 * model.num_kv_heads, model.head_dim, dtype=torch.bfloat16
     )
-    query, key, value = heads.split([model.num_heads, model.num_kv_heads, model.num_kv_heads], 1)
+    query = heads[:, : model.num_heads]
     pool = torch.zeros(2, model.num_kv_heads, model.page, model.head_dim).to(kv_dtype)
     kv = LayerKv(pool, pool.clone())
     layer = AttentionLayer(model.head_dim**-0.5, model.window, model.soft_cap)
-    step.write(kv, key, value)
     step.attend(query, kv, layer)
     # A second step goes the held way.
     step.attend(query, kv, layer)
