@@ -67,13 +67,18 @@ class NativeAttention(AttentionBackend):
     Args:
         shape: the pool of each layer.
         num_heads: query heads; a multiple of the KV heads.
-        dtype: of queries and pool.
+        dtype: of queries.
+        kv_dtype: of the pool.
 
     Raises:
         NativeUnavailableError: it cannot be built here, or has no code for such sizes or types.
     """
 
-    def __init__(self, shape: KvShape, num_heads: int, dtype: torch.dtype) -> None:
+    def __init__(
+        self, shape: KvShape, num_heads: int, dtype: torch.dtype, kv_dtype: torch.dtype
+    ) -> None:
+        if kv_dtype != dtype:
+            raise NativeUnavailableError(f"no code for keys and values in {kv_dtype}")
         if dtype not in _SUFFIXES or shape.block_size % TILE or shape.head_dim % TILE:
             raise NativeUnavailableError(
                 f"no code for {dtype}, block size {shape.block_size}, head size {shape.head_dim}"

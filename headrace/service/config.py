@@ -16,7 +16,7 @@ import msgspec
 
 # Every section that some service reads: they share one file, so each must know the others' names.
 SECTIONS = (
-    *("router", "tenant", "tenants", "scheduler", "pool", "gpuworker"),
+    *("router", "tenant", "tenants", "scheduler", "pool", "gpuworker", "kv_cache"),
     *("serving", "channel", "process"),
 )
 

@@ -49,13 +49,15 @@ def make_runner(
     dtype: torch.dtype = torch.float32,
     num_spec_tokens: int = 0,
     attention: str = "auto",
+    kv_dtype: torch.dtype | None = None,
 ) -> ModelRunner:
     """A runner on the CPU, with attention as the worker has it; unused KV slots are poisoned."""
     device = torch.device("cpu")
     source = open_source(model)
     decoder = load_decoder(source, device, dtype, lambda _done, _all: None)
     config = source.config
-    kv = kv_pool.allocate(config, num_kv_blocks, block_size, dtype, device)
+    kv_dtype = kv_dtype or dtype
+    kv = kv_pool.allocate(config, num_kv_blocks, block_size, kv_dtype, device)
     for layer in kv:
         layer.key.fill_(torch.nan)
         layer.value.fill_(torch.nan)
@@ -68,5 +70,5 @@ def make_runner(
         vocab_size=config.vocab_size,
         eos_token_ids=source.eos_token_ids,
     )
-    backend = attention_backend(attention, limits, config, (device, dtype))
+    backend = attention_backend(attention, limits, config, (device, dtype), kv_dtype)
     return ModelRunner(decoder, backend, kv, limits, time.perf_counter, num_spec_tokens)

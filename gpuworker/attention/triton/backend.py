@@ -31,6 +31,7 @@ from gpuworker.attention.triton.configs import (
     padded,
     tile_config,
 )
+from gpuworker.attention.triton.device import float8_type
 from gpuworker.attention.triton.staging import StagingRing
 from gpuworker.core.plan import Int32Array
 from gpuworker.kernels.launch import HeldKernel
@@ -73,7 +74,7 @@ class TritonAttention(AttentionBackend):
     """
 
     def __init__(self, setup: AttentionSetup, target: Target, device: torch.device) -> None:
-        if setup.kv_dtype in FLOAT8_TYPES and setup.kv_dtype != _float8_type(target):
+        if setup.kv_dtype in FLOAT8_TYPES and setup.kv_dtype != float8_type(target):
             raise ValueError(f"kv_cache_dtype: {target.arch} has no {setup.kv_dtype}")
         shape = setup.shape
         self._setup = setup
@@ -340,10 +341,3 @@ def _check_packed(heads: torch.Tensor) -> None:
     """Heads of a token must follow each other; tokens may be apart."""
     if heads.stride(2) != 1 or heads.stride(1) != heads.shape[2]:
         raise ValueError(f"heads of a token are not packed: strides {heads.stride()}")
-
-
-def _float8_type(target: Target) -> torch.dtype | None:
-    """The eight-bit float that a device computes with."""
-    if not target.has_float8:
-        return None
-    return torch.float8_e4m3fnuz if target.is_amd else torch.float8_e4m3fn
