@@ -20,9 +20,10 @@ from gpuworker.kernels.ops import (
     Verification,
 )
 
+# Elements of a gate that one program computes.
+GATE_BLOCK = 1024
 # Elements of a pass that one program holds; a vocabulary is walked in such blocks.
 _BLOCK = 4096
-_BLOCK_GATE = 1024
 _BLOCK_SEARCH = 512
 _HEADS_A_PROGRAM = 8
 
@@ -43,7 +44,7 @@ class TritonOps(Ops):
         num_tokens, size = gate_up.shape[0], gate_up.shape[1] // 2
         out = torch.empty((num_tokens, size), dtype=gate_up.dtype, device=gate_up.device)
         kernel = _gate_kernel(size, activation)
-        kernel((num_tokens, -(-size // _BLOCK_GATE), 1), out, gate_up)
+        kernel((num_tokens, -(-size // GATE_BLOCK), 1), out, gate_up)
         return out
 
     def rotate_and_write(
@@ -148,7 +149,7 @@ def _norm_kernel(size: int, has_update: bool) -> HeldKernel:
 
 @cache
 def _gate_kernel(size: int, activation: Activation) -> HeldKernel:
-    constants = {"SIZE": size, "BLOCK": _BLOCK_GATE, "IS_GELU": activation == "gelu_tanh"}
+    constants = {"SIZE": size, "BLOCK": GATE_BLOCK, "IS_GELU": activation == "gelu_tanh"}
     return HeldKernel(layers.gated_activation, constants, {"num_warps": 4})
 
 

@@ -169,7 +169,6 @@ def paged_attention(
     first_position = tl.load(item + _FIRST_POSITION)
     kv_start = tl.load(item + _KV_START)
     kv_end = tl.load(item + _KV_END)
-    partial_row = tl.load(item + _PARTIAL_ROW)
     table = tables + tl.load(item + _TABLE_START)
 
     rows = tl.arange(0, BLOCK_M)
@@ -215,6 +214,13 @@ def paged_attention(
         USES_DESCRIPTORS, True,
     )  # fmt: skip
 
+    # Read again: held over the loops, what says where results go would spill.
+    first_token = tl.load(item + _FIRST_TOKEN, volatile=True)
+    num_queries = tl.load(item + _NUM_QUERIES, volatile=True)
+    partial_row = tl.load(item + _PARTIAL_ROW)
+    tokens = (first_token + ranks).to(tl.int64)
+    is_row = ranks < num_queries
+    is_element = is_row[:, None] & (dims < HEAD_DIM)[None, :]
     # A row with an empty range (another split has its keys, or it is padding) is all zeros.
     is_empty = row_sum == 0.0
     divisor = tl.where(is_empty, 1.0, row_sum)
