@@ -16,7 +16,7 @@ from headrace.service.channels import ChannelConfig
 from headrace.service.config import SECTIONS
 from headrace.service.process import ProcessConfig
 from headrace.service.serving import ServingConfig
-from router.config import RouterConfig, TenantConfig, TenantsConfig
+from router.config import RouterConfig, StreamsConfig, TenantConfig, TenantsConfig
 from scheduler.config import PoolSettings, SchedulerSettings
 
 PAGE = Path(__file__).parent / "settings.md"
@@ -24,6 +24,7 @@ PAGE = Path(__file__).parent / "settings.md"
 # Section -> its struct, the programs that read it, and what its flags begin with in each.
 _SECTIONS: dict[str, tuple[type[msgspec.Struct], dict[str, str]]] = {
     "router": (RouterConfig, {"router": ""}),
+    "streams": (StreamsConfig, {"router": ""}),
     "tenant": (TenantConfig, {"router": "tenant-"}),
     "tenants": (TenantsConfig, {"router": ""}),
     "scheduler": (SchedulerSettings, {"scheduler": ""}),

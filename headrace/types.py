@@ -53,6 +53,7 @@ class Sampling:
     stop: Sequence[str] = ()
     stop_token_ids: Sequence[int] = ()
     ignore_eos: bool = False
+    bad_words: Sequence[str] = ()
     n: int | None = None
     logprobs: int | None = None
     prompt_logprobs: int | None = None

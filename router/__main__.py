@@ -23,7 +23,7 @@ from headrace.service.process import ProcessConfig, run, write_address
 from headrace.service.serving import GrpcServer, ServingConfig, wait_for_signal
 from headrace.status.states import Writer
 from headrace.status.store import StatusStore
-from router.config import RouterConfig, TenantConfig, TenantsConfig, rules_of
+from router.config import RouterConfig, StreamsConfig, TenantConfig, TenantsConfig, rules_of
 from router.core.placement import Pool
 from router.prompts import PromptReader
 from router.router import Router
@@ -42,6 +42,7 @@ _CLOSE_STREAMS_S = 2.0
 # Section of the file and the environment, and what its flags begin with.
 _SECTIONS: dict[str, tuple[type[Any], str]] = {
     "router": (RouterConfig, ""),
+    "streams": (StreamsConfig, ""),
     "tenant": (TenantConfig, "tenant"),
     "serving": (ServingConfig, ""),
     "channel": (ChannelConfig, "scheduler"),
@@ -52,6 +53,7 @@ _SECTIONS: dict[str, tuple[type[Any], str]] = {
 @click.command(context_settings={"max_content_width": 100})
 @click.option("--config", "config_file", type=click.Path(path_type=Path), help="TOML file.")
 @config.flags(RouterConfig)
+@config.flags(StreamsConfig)
 @config.flags(TenantConfig, prefix="tenant")
 @config.flags(ServingConfig)
 @config.flags(ChannelConfig, prefix="scheduler")
@@ -69,8 +71,8 @@ def main(config_file: Path | None, **arguments: Any) -> None:
         for section, (struct, prefix) in _SECTIONS.items()
     }
     tenants = config.load(TenantsConfig, section="tenants", file=config_file)
-    rules = rules_of(settings["router"], settings.pop("tenant"), tenants)
     router = settings["router"]
+    rules = rules_of(router, settings.pop("streams"), settings.pop("tenant"), tenants)
     if not router.scheduler:
         raise config.ConfigError("give at least one --scheduler HOST:PORT")
     if not router.model:

@@ -7,6 +7,7 @@ import msgspec
 from headrace.service.config import help_text
 from router.core.admission import Limits, TenantLimits
 from router.core.global_queue import Policy
+from router.core.pauses import SlowClient, UnreadLimits
 from router.rules import Rules
 
 
@@ -42,9 +43,6 @@ class RouterConfig(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
     max_queued_tokens: Annotated[
         int, help_text("Prompt tokens that may wait here, at most; more are refused.", ge=1)
     ] = 8_000_000
-    max_unread_tokens: Annotated[
-        int, help_text("A stream whose client leaves more tokens unread is ended.", ge=1)
-    ] = 65_536
     max_prompt_bytes: Annotated[int, help_text("Largest prompt taken, in bytes of text.", ge=1)] = (
         4 * 1024 * 1024
     )
@@ -54,6 +52,21 @@ class RouterConfig(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
     max_report_age_s: Annotated[
         float, help_text("A scheduler that is silent for this long gets no new requests.", gt=0)
     ] = 5.0
+
+
+class StreamsConfig(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
+    """What a client that reads too slowly may leave waiting, and what becomes of its request."""
+
+    max_unread_tokens: Annotated[
+        int, help_text("Tokens of a completion that may wait for its client.", ge=1)
+    ] = 65_536
+    slow_client: Annotated[
+        SlowClient,
+        help_text("With more unread a completion is paused until half is read, or ended at once."),
+    ] = "pause"
+    max_pause_s: Annotated[
+        float, help_text("A request paused for so long in one go is ended.", gt=0)
+    ] = 60.0
 
 
 class TenantConfig(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
@@ -85,7 +98,9 @@ class TenantsConfig(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
     ] = {}
 
 
-def rules_of(router: RouterConfig, tenant: TenantConfig, tenants: TenantsConfig) -> Rules:
+def rules_of(
+    router: RouterConfig, streams: StreamsConfig, tenant: TenantConfig, tenants: TenantsConfig
+) -> Rules:
     """The rules that the settings make."""
     return Rules(
         limits=Limits(
@@ -95,5 +110,5 @@ def rules_of(router: RouterConfig, tenant: TenantConfig, tenants: TenantsConfig)
         limits_by_tenant={name: settings.limits() for name, settings in tenants.named.items()},
         policy=router.policy,
         priority_aging_s=router.priority_aging_s,
-        max_unread_tokens=router.max_unread_tokens,
+        unread=UnreadLimits(**msgspec.structs.asdict(streams)),
     )

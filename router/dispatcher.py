@@ -11,6 +11,7 @@ from typing import Protocol
 from headrace.service.errors import ServiceError
 from router import outcomes
 from router.core.global_queue import Entry, GlobalQueue
+from router.core.pauses import Pauses, UnreadLimits, Verdict
 from router.core.placement import Pool, WorkerKey, WorkerReport
 from router.core.service_rate import ServiceRate
 from router.request import (
@@ -44,9 +45,18 @@ class CompletionOwner(Protocol):
         """It cannot be served; it is still where it was, for the owner to withdraw."""
         ...
 
+    def pause_began(self) -> None:
+        """There is one more pause that `give_up_paused` is to end in time."""
+        ...
+
 
 class Dispatcher:
-    """Owns the queue, the pool's credit and what is in flight."""
+    """Owns the queue, the pool's credit, what is in flight, and what is paused.
+
+    A completion is paused when its client leaves too much unread. Its scheduler sets it aside, and
+    its credit is free for others; if that scheduler is lost it waits here, and not in the queue,
+    until its client has read.
+    """
 
     def __init__(
         self,
@@ -54,19 +64,17 @@ class Dispatcher:
         queue: GlobalQueue[Completion],
         status: StatusLog,
         *,
-        max_unread_tokens: int,
+        unread: UnreadLimits,
         clock: Callable[[], float],
         wall_clock: Callable[[], float],
     ) -> None:
-        """clock is monotonic, wall_clock since the epoch; both in seconds.
-
-        A completion whose caller leaves more than max_unread_tokens unread is given up.
-        """
+        """clock is monotonic, wall_clock since the epoch; both in seconds."""
         self.pool = pool
         self.queue = queue
         self.rate = ServiceRate()
         self._had_waiting = False
-        self._max_unread_tokens = max_unread_tokens
+        self._unread = unread
+        self._pauses: Pauses[Completion] = Pauses(unread.max_pause_s)
         self.owner: CompletionOwner | None = None
         self._status = status
         self._clock = clock
@@ -100,11 +108,37 @@ class Dispatcher:
         if self._in_flight.get(completion.handle) is not completion:
             self.queue.remove(completion.key)
             self._status.ended_waiting(completion, finish)
+        else:
+            assert completion.link is not None, "what is in flight has a link"
+            reason = _CANCEL_REASON.get(finish.reason, CancelReason.ABORTED)
+            completion.link.cancel(completion.handle, reason)
+            self._land(completion)
+        self._end_pause(completion)
+
+    def has_read(self, completion: Completion) -> None:
+        """More of it was sent to its client: if it is paused, it may go on."""
+        if not completion.is_paused or not self._unread.may_go_on(completion.num_unread):
             return
-        assert completion.link is not None, "what is in flight has a link"
-        reason = _CANCEL_REASON.get(finish.reason, CancelReason.ABORTED)
-        completion.link.cancel(completion.handle, reason)
-        self._land(completion)
+        self._end_pause(completion)
+        if self._in_flight.get(completion.handle) is completion:
+            assert completion.link is not None, "what is in flight has a link"
+            assert completion.sent is not None, "what is in flight was sent"
+            self.pool.continued(completion.sent)
+            completion.link.set_paused(completion.handle, is_paused=False)
+        else:
+            self.enqueue(completion)
+            self.pump()
+
+    def give_up_paused(self) -> float | None:
+        """Fail what has been paused for too long; returns when the next one will have been."""
+        due = self._pauses.due(self._clock())
+        for completion in due:
+            # The failure of one is that of its request, so this one may have ended just now.
+            if completion.is_paused:
+                self._give_up(completion, f"paused for {self._unread.max_pause_s:g} s in one go")
+        if due:
+            self.pump()
+        return self._pauses.next()
 
     def connected(self, link: SchedulerLink) -> None:
         """The link can be used, once its workers are reported."""
@@ -137,17 +171,18 @@ class Dispatcher:
             if completion is not None:
                 completion.request.num_preemptions += ended.num_preemptions
                 self._land(completion)
+                self._end_pause(completion)
                 self._told().completion_ended(completion, ended.finish)
         for completion in unread:
             if completion.finish is None:
-                error = outcomes.too_slow(completion.request.spec, self._max_unread_tokens)
-                self._told().completion_failed(completion, error)
+                self._restrain(completion)
         if news.ended or news.admissions or unread:
             self.pump()
 
     def _on_tokens(self, news: StepNews) -> list[Completion]:
-        """Append what came; returns completions whose callers do not read."""
+        """Append what came; returns completions of which too much is unread."""
         in_flight, token_ids, begin = self._in_flight, news.token_ids, 0
+        max_unread_tokens = self._unread.max_unread_tokens
         unread: list[Completion] = []
         for handle, count in zip(news.handles, news.num_new_tokens, strict=True):
             end = begin + count
@@ -159,7 +194,7 @@ class Dispatcher:
                 if request.timeline.first_token is None:
                     request.timeline.first_token = self._clock()
                 request.wake()
-                if len(completion.token_ids) - completion.num_streamed > self._max_unread_tokens:
+                if completion.num_unread > max_unread_tokens:
                     unread.append(completion)
             begin = end
         return unread
@@ -228,13 +263,45 @@ class Dispatcher:
         """From in flight to waiting, with the tokens that it has: they are not computed twice."""
         self._land(completion)
         completion.epoch += 1
-        self.enqueue(completion)
+        if completion.is_paused:
+            # It waits for its client, not for a worker: `has_read` queues it.
+            self._status.queued(completion)
+        else:
+            self.enqueue(completion)
 
     def _land(self, completion: Completion) -> None:
-        """No longer in flight; its credit is free again."""
+        """No longer in flight; its credit is free again, which it is already in a pause."""
         del self._in_flight[completion.handle]
         assert completion.sent is not None, "what is in flight was sent"
-        self.pool.finished(completion.sent, was_admitted=completion.is_admitted)
+        if not completion.is_paused:
+            self.pool.finished(completion.sent, was_admitted=completion.is_admitted)
+
+    def _restrain(self, completion: Completion) -> None:
+        """More of it is unread than may be."""
+        match self._unread.verdict(completion.num_unread, is_paused=completion.is_paused):
+            case Verdict.PAUSE:
+                self._pause(completion)
+            case Verdict.GIVE_UP:
+                limit = self._unread.max_unread_tokens
+                self._give_up(completion, f"more than {limit} of its tokens are unread")
+            case Verdict.GO_ON:
+                pass
+
+    def _pause(self, completion: Completion) -> None:
+        assert completion.link is not None, "what is in flight has a link"
+        assert completion.sent is not None, "what is in flight was sent"
+        completion.is_paused = True
+        self._pauses.begin(completion.key, completion, self._clock())
+        self.pool.paused(completion.sent)
+        completion.link.set_paused(completion.handle, is_paused=True)
+        self._told().pause_began()
+
+    def _end_pause(self, completion: Completion) -> None:
+        completion.request.paused_s += self._pauses.end(completion.key, self._clock())
+        completion.is_paused = False
+
+    def _give_up(self, completion: Completion, why: str) -> None:
+        self._told().completion_failed(completion, outcomes.too_slow(completion.request.spec, why))
 
     def _on_admission(self, handle: int, num_cached_tokens: int, time_unix_s: float) -> None:
         completion = self._in_flight.get(handle)

@@ -20,6 +20,8 @@ def rejected(reject: Reject, prompt_field: str = "text") -> ServiceError:
             return invalid(prompt_field, reject.message)
         case Reason.MAX_TOKENS_TOO_LARGE:
             return invalid("sampling.max_tokens", reject.message)
+        case Reason.MIN_TOKENS_TOO_LARGE:
+            return invalid("sampling.min_tokens", reject.message)
         case Reason.TOO_MANY_COMPLETIONS:
             return invalid("sampling.n", reject.message)
         case Reason.NO_READY_WORKER:
@@ -62,12 +64,10 @@ def no_longer_fits(spec: Spec) -> ServiceError:
     )
 
 
-def too_slow(spec: Spec, max_unread_tokens: int) -> ServiceError:
+def too_slow(spec: Spec, why: str) -> ServiceError:
     """Its caller does not read what it asked for."""
     return exhausted(
-        "SLOW_CLIENT",
-        f"{spec.request_id} was ended: more than {max_unread_tokens} of its tokens are unread; "
-        "read the stream as it comes",
+        "SLOW_CLIENT", f"{spec.request_id} was ended: {why}; read the stream as it comes"
     )
 
 

@@ -92,9 +92,9 @@ class Completion:
     """
 
     __slots__ = (
-        "epoch", "finish", "handle", "has_echoed", "index", "is_admitted", "key", "link",
-        "logprobs", "num_cached_tokens", "num_dispatches", "num_streamed", "prompt_logprobs",
-        "request", "request_id", "sent", "text", "token_ids",
+        "epoch", "finish", "handle", "has_echoed", "index", "is_admitted", "is_paused", "key",
+        "link", "logprobs", "num_cached_tokens", "num_dispatches", "num_streamed",
+        "prompt_logprobs", "request", "request_id", "sent", "text", "token_ids",
     )  # fmt: skip
 
     def __init__(self, request: "Request", index: int, key: int, text: CompletionText) -> None:
@@ -109,6 +109,7 @@ class Completion:
         self.link: SchedulerLink | None = None
         self.sent: Sent | None = None
         self.is_admitted = False
+        self.is_paused = False  # until its client has read
         self.num_dispatches = 0
         self.num_cached_tokens = 0
         self.token_ids = array("i")  # everything generated, over all epochs
@@ -131,6 +132,11 @@ class Completion:
     def num_tokens(self) -> int:
         """Prompt and generated."""
         return len(self.request.prompt_token_ids) + len(self.token_ids)
+
+    @property
+    def num_unread(self) -> int:
+        """Tokens that its client has not been sent yet."""
+        return len(self.token_ids) - self.num_streamed
 
 
 @dataclass(slots=True)
@@ -161,6 +167,7 @@ class Request:
     completions: list[Completion] = field(default_factory=list)
     error: ServiceError | None = None
     num_preemptions: int = 0
+    paused_s: float = 0.0  # of pauses that are over, summed up over all completions
     last_round: int = -1
     _waiter: "asyncio.Future[None] | None" = None
     _has_news: bool = False
@@ -262,4 +269,8 @@ class SchedulerLink(Protocol):
 
     def cancel(self, handle: int, reason: CancelReason) -> None:
         """End what was sent under the handle."""
+        ...
+
+    def set_paused(self, handle: int, *, is_paused: bool) -> None:
+        """Set aside what was sent under the handle, or let it go on."""
         ...

@@ -72,7 +72,7 @@ class Router:
             pool,
             GlobalQueue(rules.policy, self._shares, aging_s=rules.priority_aging_s),
             status,
-            max_unread_tokens=rules.max_unread_tokens,
+            unread=rules.unread,
             clock=clock,
             wall_clock=wall_clock,
         )
@@ -238,15 +238,19 @@ class Router:
         completion.finish = finish
 
     def expire(self) -> float | None:
-        """End what is late; returns seconds until the next deadline, None if there is none."""
+        """End what is late, or paused for too long.
+
+        Returns:
+            Seconds until the next one is; None if there is none.
+        """
         now = self._clock()
         due = self._deadlines.pop_due(now)
         for number in due:
             self._end_all(self._requests[number], Finish(FinishReason.DEADLINE))
         if due:
             self.dispatcher.pump()
-        following = self._deadlines.next()
-        return None if following is None else max(0.0, following - now)
+        following = [self.dispatcher.give_up_paused(), self._deadlines.next()]
+        return min((max(0.0, when - now) for when in following if when is not None), default=None)
 
     async def run_deadlines(self) -> None:
         """End requests when their deadlines pass, until cancelled."""
@@ -268,14 +272,19 @@ class Router:
             self._fail(completion.request, outcomes.failed(finish.message))
 
     def completion_failed(self, completion: Completion, error: ServiceError) -> None:
-        """No scheduler takes it."""
+        """No scheduler takes it, or its client does not read."""
         self._fail(completion.request, error)
+
+    def pause_began(self) -> None:
+        """It may be the next thing to expire."""
+        self._deadline_added.set()
 
     def _admit(self, spec: Spec, num_prompt_tokens: int, deadline: float | None, now: float) -> int:
         """The request's max_tokens, or the error that says why it is not let in."""
         ask = Ask(
             num_prompt_tokens=num_prompt_tokens,
             max_tokens=spec.max_tokens,
+            min_tokens=spec.min_tokens,
             num_completions=spec.n,
             deadline=deadline,
         )

@@ -5,6 +5,7 @@ from dataclasses import dataclass, field
 
 from router.core.admission import Limits, TenantLimits
 from router.core.global_queue import Policy
+from router.core.pauses import UnreadLimits
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -17,4 +18,4 @@ class Rules:
     policy: Policy = "fair"
     priority_aging_s: float = 60.0
     output_price: float = 2.0
-    max_unread_tokens: int = 65_536
+    unread: UnreadLimits = field(default_factory=UnreadLimits)

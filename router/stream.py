@@ -56,6 +56,7 @@ class Figures:
     queue_s: float
     prefill_s: float
     decode_s: float
+    paused_s: float
     cached_tokens: int
     num_preemptions: int
     is_durable: bool
@@ -102,6 +103,7 @@ def figures(request: Request, router: Router) -> Figures:
         queue_s=max(0.0, admitted - timeline.arrived),
         prefill_s=max(0.0, first_token - admitted),
         decode_s=max(0.0, ended - first_token),
+        paused_s=request.paused_s,
         cached_tokens=_cached_tokens(request),
         num_preemptions=request.num_preemptions,
         is_durable=router.is_durable,
@@ -128,6 +130,8 @@ def _take(completion: Completion, router: Router, echo: str) -> Delta | None:
     logprobs = completion.logprobs[:num_tokens]
     del completion.logprobs[:num_tokens]
     completion.num_streamed = begin + num_tokens
+    if completion.is_paused:
+        router.dispatcher.has_read(completion)
     text, text_offsets = advance.text, advance.text_offsets
     if echo:
         text = text if completion.has_echoed else echo + text

@@ -21,7 +21,8 @@ def core_config(info: WorkerInfo, settings: SchedulerSettings) -> SchedulerConfi
 
     Drafts come with a result, which a step planned ahead of it cannot use.
     """
-    num_spec_tokens = info.num_spec_tokens if settings.pipeline_depth == 1 else 0
+    pipeline_depth = settings.pipeline_depth or info.pipeline_depth
+    num_spec_tokens = info.num_spec_tokens if pipeline_depth == 1 else 0
     return SchedulerConfig(
         block_size=info.block_size,
         num_gpu_blocks=info.num_kv_blocks + 1,  # the null block counts
@@ -36,7 +37,7 @@ def core_config(info: WorkerInfo, settings: SchedulerSettings) -> SchedulerConfi
         watermark=settings.watermark,
         num_spec_tokens=num_spec_tokens,
         spec_kind="ngram" if num_spec_tokens else None,
-        pipeline_depth=settings.pipeline_depth,
+        pipeline_depth=pipeline_depth,
     )
 
 
@@ -51,14 +52,15 @@ def build_pool(
     """A pool over the workers behind `connectors` (by address); clock: seconds since the epoch."""
 
     def make_engine(info: WorkerInfo, stream: WorkerStream) -> Engine:
-        core = SchedulerCore(core_config(info, settings))
+        config = core_config(info, settings)
+        core = SchedulerCore(config)
         return Engine(
             core,
             stream,
             info,
             switchboard=switchboard,
             clock=clock,
-            pipeline_depth=settings.pipeline_depth,
+            pipeline_depth=config.pipeline_depth,
             step_timeout_s=pool_settings.step_timeout_s,
             hashes_ahead=settings.enable_prefix_caching,
             recording=_recording(core, info, settings, is_only_worker=len(connectors) == 1),

@@ -28,8 +28,9 @@ class SchedulerSettings(msgspec.Struct, frozen=True, forbid_unknown_fields=True)
     ] = 0.0
     enable_prefix_caching: Annotated[bool, help_text("Reuse KV blocks of equal prefixes.")] = True
     pipeline_depth: Annotated[
-        Literal[1, 2], help_text("Steps in flight; 2 plans one ahead of the results.")
-    ] = 1
+        Literal[0, 1, 2],
+        help_text("Steps in flight; 2 plans one ahead of the results; 0: as the worker says."),
+    ] = 0
     record: Annotated[
         str, help_text("Write inputs (prompts too) and decisions to this file, for `replay`.")
     ] = ""

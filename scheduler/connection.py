@@ -42,6 +42,11 @@ class RouterConnection:
             self._switchboard.requests.release_id(request)
             request.home.cancel(request, status)
 
+    def set_paused(self, handle: int, *, is_paused: bool) -> None:
+        """Set a request aside or let it go on; nothing happens if it has ended."""
+        if (request := self._switchboard.find(self._number, handle)) is not None:
+            request.home.set_paused(request, is_paused=is_paused)
+
     async def take(self) -> Parcel:
         """What to send next; waits for it. See Outbox.take."""
         return await self._outbox.take()

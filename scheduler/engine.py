@@ -44,11 +44,18 @@ class Cancel:
     status: RequestStatus
 
 
-Message = LiveRequest | Cancel
+@dataclass(frozen=True, slots=True)
+class Pausing:
+    """A message to the loop: set a request aside or go on with it, as its is_paused says then."""
+
+    request: LiveRequest
+
+
+Message = LiveRequest | Cancel | Pausing
 
 
 class Engine:
-    """The loop of one worker incarnation. `submit` and `cancel` are messages to it."""
+    """The loop of one worker incarnation. `submit`, `cancel`, `set_paused` are messages to it."""
 
     def __init__(
         self,
@@ -116,6 +123,10 @@ class Engine:
         return self._core.num_running
 
     @property
+    def num_paused(self) -> int:
+        return self._core.num_paused
+
+    @property
     def num_free_blocks(self) -> int:
         return self._core.num_free_blocks
 
@@ -141,6 +152,11 @@ class Engine:
     def cancel(self, request: LiveRequest, status: RequestStatus) -> None:
         """End a request before the next step; nothing happens if it has ended."""
         self._tell(Cancel(request, status))
+
+    def set_paused(self, request: LiveRequest, *, is_paused: bool) -> None:
+        """Set a request aside before the next step, or go on with it."""
+        request.is_paused = is_paused
+        self._tell(Pausing(request))
 
     async def run(self) -> None:
         """Step until cancelled.
@@ -215,6 +231,8 @@ class Engine:
                 case Cancel(request, status):
                     if (facts := self._abort(request, status)) is not None:
                         finished.append(self._finish(facts))
+                case Pausing(request):
+                    self._pause_or_continue(request)
                 case request:
                     if (facts := self._add(request)) is not None:
                         finished.append(self._finish(facts))
@@ -235,10 +253,22 @@ class Engine:
             return intake.unscheduled_end(request, end)
         new_request = intake.new_request(request, self._info, hashes_ahead=self._hashes_ahead)
         if new_request.block_hashes is None:
-            self._driver.add_request(new_request, self._clock())
+            self._give_to_core(new_request)
         else:
             self._unhashed[request.key] = new_request
         return None
+
+    def _give_to_core(self, new_request: NewRequest) -> None:
+        self._driver.add_request(new_request, self._clock())
+        if (request := self._requests[new_request.key]).is_paused:
+            self._pause_or_continue(request)
+
+    def _pause_or_continue(self, request: LiveRequest) -> None:
+        """Bring the core to what is wanted; it knows no request that has ended or is not hashed."""
+        if not request.is_paused:
+            self._driver.continue_request(request.key)
+        elif self._driver.pause_request(request.key):
+            self._journal.paused(request)
 
     def _hash_slice(self) -> None:
         """Hash a little of the oldest long prompt; once done, the core has it."""
@@ -246,7 +276,7 @@ class Engine:
         assert new_request.block_hashes is not None, "only such requests wait for it"
         if new_request.block_hashes.advance(new_request.prompt_token_ids):
             del self._unhashed[key]
-            self._driver.add_request(new_request, self._clock())
+            self._give_to_core(new_request)
             self._is_worth_planning = True
 
     async def _plan_step(self) -> None:

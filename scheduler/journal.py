@@ -60,6 +60,12 @@ class Journal:
         if (span := self._spans.get(request.key)) is not None:
             span.add_event("preempted")
 
+    def paused(self, request: LiveRequest) -> None:
+        """It lost its blocks because its client does not read, and waits for that."""
+        self._record(request, RequestStatus.PREEMPTED)
+        if (span := self._spans.get(request.key)) is not None:
+            span.add_event("paused")
+
     def finished(
         self, request: LiveRequest, facts: FinishedRequest, message: str, num_generated: int
     ) -> None:

@@ -48,7 +48,7 @@ class ManagedWorker:
 
 @dataclass(frozen=True, slots=True)
 class WorkerLoad:
-    """A worker as others see it; num_waiting are the requests in no row."""
+    """A worker as others see it; num_waiting are the requests in no row that could have one."""
 
     info: WorkerInfo
     state: WorkerState
@@ -132,6 +132,10 @@ class Pool:
         if self._limbo.pop(request.key, None) is not None:
             self._end(request, status, "")
 
+    def set_paused(self, request: LiveRequest, *, is_paused: bool) -> None:
+        """Note it for the worker that will have the request."""
+        request.is_paused = is_paused
+
     def explain(self, request_id: str) -> Explanation | None:
         """A request's history, from the worker that has or had it."""
         engines = (worker.engine for worker in self._workers if worker.engine is not None)
@@ -150,7 +154,7 @@ class Pool:
             if (engine := worker.engine) is None:
                 loads.append(WorkerLoad(worker.info, state))
                 continue
-            num_waiting = engine.num_requests - engine.num_running
+            num_waiting = engine.num_requests - engine.num_running - engine.num_paused
             loads.append(
                 WorkerLoad(
                     worker.info, state, engine.num_free_blocks, engine.num_running, num_waiting
@@ -302,7 +306,8 @@ class Pool:
 def _busyness(engine: Engine) -> tuple[float, int]:
     """Smaller is less loaded: requests per sequence slot, then blocks in use."""
     used_blocks = engine.info.num_kv_blocks - engine.num_free_blocks
-    return engine.num_requests / engine.info.max_num_seqs, used_blocks
+    num_requests = engine.num_requests - engine.num_paused
+    return num_requests / engine.info.max_num_seqs, used_blocks
 
 
 def _refusal(engine: Engine, submission: Submission, generated: Int32Array) -> NotTaken | None:

@@ -59,13 +59,16 @@ class Home(Protocol):
     def cancel(self, request: "LiveRequest", status: RequestStatus) -> None:
         """End `request` soon; its end is published like any other."""
 
+    def set_paused(self, request: "LiveRequest", *, is_paused: bool) -> None:
+        """Set `request` aside soon, because its client does not read, or let it go on."""
+
 
 @dataclass(slots=True, eq=False)
 class LiveRequest:
     """A request from submission to its end; owned by its home, changed by nobody else.
 
     generated_token_ids: [num_tokens] what it starts from; grows only when it changes homes.
-    num_losses counts the workers that died while they had it.
+    num_losses counts the workers that died while they had it. is_paused is what its router wants.
     """
 
     key: int
@@ -75,6 +78,7 @@ class LiveRequest:
     generated_token_ids: Int32Array
     num_losses: int = 0
     is_admitted: bool = False
+    is_paused: bool = False
     prompt_logprobs: list[object] = field(default_factory=list)
     has_sent_prompt_logprobs: bool = False
 

@@ -30,7 +30,7 @@ class WorkerInfo:
     """What a worker said of itself; fixed for an incarnation.
 
     num_kv_blocks does not count the reserved null block 0. num_spec_tokens drafts, at most, come
-    with a result for each request.
+    with a result for each request. pipeline_depth plans may usefully be without a result.
     """
 
     worker_id: str
@@ -44,6 +44,7 @@ class WorkerInfo:
     vocab_size: int
     eos_token_ids: tuple[int, ...] = ()
     num_spec_tokens: int = 0
+    pipeline_depth: int = 1
     role: WorkerRole = WorkerRole.MIXED
     device: str = ""
     dtype: str = ""

@@ -40,6 +40,7 @@ class SamplingSettings:
     min_tokens: int = 0
     stop_token_ids: tuple[int, ...] = ()
     ignore_eos: bool = False
+    bad_token_ids: tuple[tuple[int, ...], ...] = ()
     num_logprobs: int | None = None
     num_prompt_logprobs: int | None = None
 

@@ -1,7 +1,8 @@
 """Who sits in which row, and how each row's tokens are chosen.
 
 Sampling settings are columns indexed by row, so that a step gathers them with one vector operation;
-what only few requests use (biases, stop tokens) is kept by row. It does not know tokens or blocks.
+what only few requests use (biases, stop tokens, bad words) is kept by row. It does not know tokens
+or blocks.
 """
 
 from dataclasses import dataclass
@@ -9,6 +10,7 @@ from dataclasses import dataclass
 import numpy as np
 from numpy.typing import NDArray
 
+from gpuworker.core.bad_words import BadWords
 from gpuworker.core.plan import Float32Array, Int32Array, PlanError, RowRequest, SamplingSettings
 
 UInt64Array = NDArray[np.uint64]
@@ -64,6 +66,7 @@ class RequestSlots:
         self.has_penalties: BoolArray = np.zeros(max_num_seqs, dtype=np.bool_)
         self.bias_by_row: dict[int, TokenBias] = {}
         self.stop_token_ids_by_row: dict[int, NDArray[np.int64]] = {}
+        self.bad_words_by_row: dict[int, BadWords] = {}
 
     def free(self, rows: Int32Array) -> None:
         """Empties rows.
@@ -77,6 +80,7 @@ class RequestSlots:
             self.request_ids[row] = ""
             self.bias_by_row.pop(row, None)
             self.stop_token_ids_by_row.pop(row, None)
+            self.bad_words_by_row.pop(row, None)
 
     def place(self, request: RowRequest) -> None:
         """Puts a request in its row.
@@ -103,6 +107,7 @@ class RequestSlots:
         self.request_ids = [""] * self.max_num_seqs
         self.bias_by_row.clear()
         self.stop_token_ids_by_row.clear()
+        self.bad_words_by_row.clear()
 
     def check_occupied(self, rows: Int32Array, field: str) -> None:
         """Checks that rows are in range, distinct and occupied.
@@ -145,6 +150,8 @@ class RequestSlots:
             # A stop token outside the vocabulary can never be sampled: nothing to mask.
             in_range = (stops >= 0) & (stops < self._vocab_size)
             self.stop_token_ids_by_row[row] = np.unique(stops[in_range])
+        if sampling.bad_token_ids:
+            self.bad_words_by_row[row] = BadWords(sampling.bad_token_ids, self._vocab_size)
 
 
 def _or_not_asked(value: int | None) -> int:

@@ -7,7 +7,7 @@ from typing import Any
 
 from gpuworker.models.config import AttentionConfig, ExpertsConfig, LayerConfig, ModelConfig, Rope
 from gpuworker.models.errors import UnsupportedModelError
-from gpuworker.models.rope_config import HfConfig, rope_config
+from gpuworker.models.rope_config import HfConfig, context_length, rope_config
 
 
 def model_config(hf: HfConfig) -> ModelConfig:
@@ -49,7 +49,7 @@ def _base(hf: HfConfig, family: str) -> ModelConfig:
         layers=_layers(hf, lambda _: rope_config(hf, head_dim)),
         attention=attention,
         norm_eps=float(hf.get("rms_norm_eps", 1e-6)),
-        max_model_len=int(hf["max_position_embeddings"]),
+        max_model_len=context_length(hf),
         tie_embeddings=bool(hf.get("tie_word_embeddings", False)),
         activation=_activation(hf),
     )

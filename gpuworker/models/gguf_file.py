@@ -132,6 +132,8 @@ class GgufSource:
         # Norm weights are stored as they are used.
         config = replace(model_config(hf), norm_offset=0.0)
         if not self._divisors:
+            if metadata.model("rope.scaling.type", "none") == "longrope":
+                raise WeightError("tensor 'rope_factors_long.weight' is missing")
             return config
         return replace(config, layers=tuple(map(self._with_divisors, config.layers)))
 

@@ -3,10 +3,12 @@
 GGUF leaves out what its readers know by heart of an architecture; those facts stand here.
 """
 
+import math
 from collections.abc import Callable
 from typing import Any
 
 from gpuworker.models.errors import UnsupportedModelError, WeightError
+from gpuworker.models.rope_config import unknown_rope_type
 
 # Models whose attention scale is not that of their head_dim, by architecture and depth.
 _SCALED_BY_WIDTH = {("gemma2", 46), ("gemma3", 62)}
@@ -84,9 +86,26 @@ class GgufMetadata:
         return value
 
     def _rope_scaling(self) -> dict[str, Any] | None:
-        if self.model("rope.scaling.type", "none") != "linear":
-            return None
-        return {"rope_type": "linear", "factor": float(self.model("rope.scaling.factor"))}
+        """In a config.json's words; longrope's and llama3's divisors are tensors of the file."""
+        kind = self.model("rope.scaling.type", "linear")
+        factor = float(self.model("rope.scaling.factor", self.model("rope.scale_linear", 1.0)))
+        match kind:
+            case "none" | "longrope":
+                return None
+            case "linear":
+                return {"rope_type": "linear", "factor": factor} if factor > 1 else None
+            case "yarn":
+                return {"rope_type": "yarn", "factor": factor} | self._yarn(factor)
+        raise unknown_rope_type(str(kind))
+
+    def _yarn(self, factor: float) -> dict[str, Any]:
+        # The paper's rule is applied on top of what the file has.
+        sharpness = float(self.model("rope.scaling.attn_factor", 1.0))
+        return {
+            "attention_factor": sharpness * (1 + 0.1 * math.log(max(factor, 1.0))),
+            "beta_fast": float(self.model("rope.scaling.yarn_beta_fast", 32.0)),
+            "beta_slow": float(self.model("rope.scaling.yarn_beta_slow", 1.0)),
+        }
 
 
 def _nothing(_metadata: GgufMetadata) -> dict[str, Any]:

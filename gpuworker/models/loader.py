@@ -5,6 +5,7 @@ One tensor at a time is held besides the model itself.
 
 from collections.abc import Callable
 from dataclasses import replace
+from functools import partial
 
 import torch
 
@@ -13,8 +14,14 @@ from gpuworker.kernels.ops import HeadNorms, Ops
 from gpuworker.models.config import AttentionConfig, ExpertsConfig, ModelConfig
 from gpuworker.models.decoder import Decoder, LayerWeights, ModelWeights
 from gpuworker.models.errors import WeightError
+from gpuworker.models.experts import (
+    GroupedExperts,
+    ListedExperts,
+    MixtureMlp,
+    has_grouped_product,
+)
 from gpuworker.models.linear import Linear, make_linear
-from gpuworker.models.mlp import GatedMlp, MixtureMlp, Mlp
+from gpuworker.models.mlp import GatedMlp, Mlp, gated
 from gpuworker.models.source import WeightSource
 
 Progress = Callable[[int, int], None]
@@ -129,14 +136,42 @@ class _Loader:
             return self._gated(prefix, config, config.intermediate_size, names)
         if f"{layer}.block_sparse_moe.gate.weight" in self._names:
             prefix, names = f"{layer}.block_sparse_moe", ("w1", "w3", "w2")
+        router = self._linear(f"{prefix}.gate", (experts.num_experts, config.hidden_size), False)
+        is_cpu = self._device.type == "cpu"
+        make_experts = self._listed_experts if is_cpu else self._grouped_experts
         return MixtureMlp(
-            self._linear(f"{prefix}.gate", (experts.num_experts, config.hidden_size), False),
-            [
-                self._gated(f"{prefix}.experts.{i}", config, experts.intermediate_size, names)
-                for i in range(experts.num_experts)
-            ],
+            router,
+            make_experts(f"{prefix}.experts", config, experts, names),
             num_per_token=experts.num_per_token,
             is_normalized=experts.is_normalized,
+        )
+
+    def _listed_experts(
+        self, prefix: str, config: ModelConfig, experts: ExpertsConfig, names: tuple[str, str, str]
+    ) -> ListedExperts:
+        size = experts.intermediate_size
+        return ListedExperts(
+            [self._gated(f"{prefix}.{i}", config, size, names) for i in range(experts.num_experts)]
+        )
+
+    def _grouped_experts(
+        self, prefix: str, config: ModelConfig, experts: ExpertsConfig, names: tuple[str, str, str]
+    ) -> GroupedExperts:
+        """Fills one tensor for each product; besides it, one expert's weights are held."""
+        count, hidden, size = experts.num_experts, config.hidden_size, experts.intermediate_size
+        gate_up = torch.empty(count, 2 * size, hidden, device=self._device, dtype=self._dtype)
+        down = torch.empty(count, hidden, size, device=self._device, dtype=self._dtype)
+        gate_name, up_name, down_name = names
+        for i in range(count):
+            expert = f"{prefix}.{i}"
+            gate_up[i, :size] = self._tensor(f"{expert}.{gate_name}.weight", (size, hidden))
+            gate_up[i, size:] = self._tensor(f"{expert}.{up_name}.weight", (size, hidden))
+            down[i] = self._tensor(f"{expert}.{down_name}.weight", (hidden, size))
+        return GroupedExperts(
+            gate_up,
+            down,
+            partial(gated, activation=config.activation),
+            is_grouped_in_graphs=has_grouped_product(self._device, self._dtype),
         )
 
     def _gated(

@@ -1,12 +1,22 @@
-"""The part of a layer after attention: one gated MLP, or some of many for each token."""
+"""The part of a layer after attention: one gated MLP; see `experts` for many."""
 
+<<<<<<< HEAD
 from collections.abc import Sequence
 from typing import Protocol
+=======
+from typing import Literal, Protocol
+>>>>>>> main
 
 import torch
 
+<<<<<<< HEAD
 from gpuworker.kernels.ops import Activation, Ops
 from gpuworker.models.linear import Added, Linear, padded_rows
+=======
+from gpuworker.models.linear import Linear
+
+Activation = Literal["silu", "gelu_tanh"]
+>>>>>>> main
 
 
 class Mlp(Protocol):
@@ -42,6 +52,7 @@ class GatedMlp(Mlp):
         return self._down.add_to(residual, self._gated(x))
 
     def _gated(self, x: torch.Tensor) -> torch.Tensor:
+<<<<<<< HEAD
         return self._ops.gate(self._gate_up(x), self._activation)
 
 
@@ -87,3 +98,14 @@ class MixtureMlp(Mlp):
         if self._is_normalized:
             weights = weights / weights.sum(-1, keepdim=True)
         return weights.to(x.dtype), chosen
+=======
+        return gated(self._gate_up(x), self._activation)
+
+
+def gated(gate_up: torch.Tensor, activation: Activation) -> torch.Tensor:
+    """activation(gate) * up of [num_rows, 2 * size], gates first: [num_rows, size]."""
+    gate, up = gate_up.chunk(2, dim=-1)
+    if activation == "silu":
+        return functional.silu(gate).mul_(up)
+    return functional.gelu(gate, approximate="tanh").mul_(up)
+>>>>>>> main

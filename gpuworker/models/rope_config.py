@@ -23,10 +23,25 @@ def rope_config(hf: HfConfig, head_dim: int) -> Rope:
     kind = parameters.get("rope_type") or parameters.get("type") or "default"
     scale = _KINDS.get(kind)
     if scale is None:
-        raise UnsupportedModelError(
-            f"rope type {kind!r} is not supported; supported are: " + ", ".join(_KINDS)
-        )
+        raise unknown_rope_type(str(kind))
     return scale(Rope(base=base, rotary_dim=int(head_dim * float(partial))), parameters, hf)
+
+
+def context_length(hf: HfConfig) -> int:
+    """Tokens that a model can hold: what it was made for, or what YaRN stretches that to."""
+    length = int(hf["max_position_embeddings"])
+    parameters = hf.get("rope_parameters") or hf.get("rope_scaling") or {}
+    if (parameters.get("rope_type") or parameters.get("type")) != "yarn":
+        return length
+    # Files switch it on by hand, and leave max_position_embeddings as it was.
+    return max(length, int(_original_length(parameters, hf) * (parameters.get("factor") or 1.0)))
+
+
+def unknown_rope_type(kind: str) -> UnsupportedModelError:
+    """The error that lists what there is."""
+    return UnsupportedModelError(
+        f"rope type {kind!r} is not supported; supported are: " + ", ".join(_KINDS)
+    )
 
 
 def _default(rope: Rope, _parameters: HfConfig, _hf: HfConfig) -> Rope:
@@ -47,28 +62,75 @@ def _llama3(rope: Rope, parameters: HfConfig, _hf: HfConfig) -> Rope:
     return replace(rope, scaling=scaling)
 
 
+def _dynamic(rope: Rope, _parameters: HfConfig, _hf: HfConfig) -> Rope:
+    """It differs from none only past max_position_embeddings, and no request gets that far."""
+    return rope
+
+
+def _yarn(rope: Rope, parameters: HfConfig, hf: HfConfig) -> Rope:
+    """Divides low frequencies, keeps high ones, with a ramp between (Peng et al., YaRN, 2023)."""
+    original = _original_length(parameters, hf)
+    factor = float(parameters.get("factor") or int(hf["max_position_embeddings"]) / original)
+
+    def dimension(num_turns: float) -> float:
+        """Where a frequency turns so often within the original context."""
+        turns = math.log(original / (num_turns * 2 * math.pi))
+        return rope.rotary_dim * turns / (2 * math.log(rope.base))
+
+    low = dimension(float(parameters.get("beta_fast") or 32))
+    high = dimension(float(parameters.get("beta_slow") or 1))
+    if parameters.get("truncate", True):
+        low, high = math.floor(low), math.ceil(high)
+    low, high = max(low, 0), min(high, rope.rotary_dim - 1)
+    ramp = [(i - low) / max(high - low, 0.001) for i in range(rope.rotary_dim // 2)]
+    kept = [1 - min(max(part, 0.0), 1.0) for part in ramp]
+    return replace(
+        rope,
+        frequency_divisors=tuple(1 / (part + (1 - part) / factor) for part in kept),
+        attention_factor=_yarn_sharpness(parameters, factor),
+    )
+
+
+def _yarn_sharpness(parameters: HfConfig, factor: float) -> float:
+    """What the file says, or the paper's rule, which DeepSeek's files refine by two weights."""
+    given = parameters.get("attention_factor")
+    if given is not None:
+        return float(given)
+
+    def rule(weight: float) -> float:
+        return 0.1 * weight * math.log(factor) + 1.0 if factor > 1 else 1.0
+
+    weight, weight_all = parameters.get("mscale"), parameters.get("mscale_all_dim")
+    return rule(weight) / rule(weight_all) if weight and weight_all else rule(1.0)
+
+
 def _longrope(rope: Rope, parameters: HfConfig, hf: HfConfig) -> Rope:
     """Phi's: divisors for short and for long contexts, and sharper attention (LongRoPE, 2024)."""
-    extended = int(hf["max_position_embeddings"])
-    original = int(
-        parameters.get("original_max_position_embeddings")
-        or hf.get("original_max_position_embeddings")
-        or extended
-    )
-    factor = extended / original
+    original = _original_length(parameters, hf)
+    factor = float(parameters.get("factor") or int(hf["max_position_embeddings"]) / original)
     sharpness = math.sqrt(1 + math.log(factor) / math.log(original)) if factor > 1 else 1.0
+    given = parameters.get("attention_factor")
     return replace(
         rope,
         frequency_divisors=tuple(map(float, parameters["short_factor"])),
         long_frequency_divisors=tuple(map(float, parameters["long_factor"])),
         original_max_position=original,
-        attention_factor=float(parameters.get("attention_factor") or sharpness),
+        attention_factor=sharpness if given is None else float(given),
     )
+
+
+def _original_length(parameters: HfConfig, hf: HfConfig) -> int:
+    """The context that the model was trained with, before it was stretched."""
+    name = "original_max_position_embeddings"
+    return int(parameters.get(name) or hf.get(name) or hf["max_position_embeddings"])
 
 
 _KINDS: dict[str, Callable[[Rope, HfConfig, HfConfig], Rope]] = {
     "default": _default,
     "linear": _linear,
+    "dynamic": _dynamic,
+    "yarn": _yarn,
     "llama3": _llama3,
     "longrope": _longrope,
+    "su": _longrope,  # its name in the first files
 }

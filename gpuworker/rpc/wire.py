@@ -85,6 +85,7 @@ def _sampling(message: common_pb2.SamplingParams) -> SamplingSettings:
         min_tokens=min(message.min_tokens, 2**31 - 1),
         stop_token_ids=tuple(message.stop_token_ids),
         ignore_eos=message.ignore_eos,
+        bad_token_ids=tuple(tuple(sequence.ids) for sequence in message.bad_token_ids),
         num_logprobs=message.logprobs if message.HasField("logprobs") else None,
         num_prompt_logprobs=(
             message.prompt_logprobs if message.HasField("prompt_logprobs") else None

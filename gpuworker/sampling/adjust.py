@@ -10,7 +10,7 @@ from gpuworker.core.input_batch import FlatBatch, InputBatch
 
 
 def adjust_logits(logits: torch.Tensor, batch: FlatBatch, rows: InputBatch) -> None:
-    """Applies logit_bias, then penalties, then the stop tokens' mask, in place.
+    """Applies logit_bias, then penalties, then masks stop tokens and bad words, in place.
 
     Args:
         logits: [num_samples, vocab_size] float32.
@@ -18,7 +18,8 @@ def adjust_logits(logits: torch.Tensor, batch: FlatBatch, rows: InputBatch) -> N
         rows: settings and tokens of every row.
     """
     slots = rows.slots
-    if not (slots.bias_by_row or slots.stop_token_ids_by_row or slots.has_penalties.any()):
+    by_row = slots.bias_by_row or slots.stop_token_ids_by_row or slots.bad_words_by_row
+    if not (by_row or slots.has_penalties.any()):
         return
     for i, row in enumerate(batch.sample_rows.tolist()):
         bias = slots.bias_by_row.get(row)
@@ -31,6 +32,11 @@ def adjust_logits(logits: torch.Tensor, batch: FlatBatch, rows: InputBatch) -> N
         stops = slots.stop_token_ids_by_row.get(row)
         if stops is not None and batch.sample_positions[i] < slots.min_tokens[row]:
             logits[i].index_fill_(0, torch.from_numpy(stops).to(logits.device), -torch.inf)
+        bad_words = slots.bad_words_by_row.get(row)
+        if bad_words is not None:
+            output = rows.token_ids[row, rows.num_prompt_tokens[row] : batch.sample_num_tokens[i]]
+            forbidden = torch.from_numpy(bad_words.forbidden_after(output))
+            logits[i].index_fill_(0, forbidden.to(logits.device), -torch.inf)
 
 
 def _penalize(logits: torch.Tensor, rows: InputBatch, row: int, num_tokens: int) -> None:

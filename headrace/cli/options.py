@@ -73,6 +73,13 @@ _SAMPLING = (
         metavar="ID",
         help="Token that ends it. (repeatable)",
     ),
+    click.option(
+        "--bad-word",
+        "bad_words",
+        multiple=True,
+        metavar="TEXT",
+        help="Text that must not come out. (repeatable)",
+    ),
     click.option("--ignore-eos", is_flag=True, help="Go on after the end-of-sequence token."),
 )
 

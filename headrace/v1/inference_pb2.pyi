@@ -650,7 +650,7 @@ class ExplainResponse(_message.Message):
     request_id: _builtins.str
     """The request."""
     recomputed_tokens: _builtins.int
-    """Computed tokens lost to preemptions."""
+    """Computed tokens lost to preemptions and pauses."""
     cached_tokens: _builtins.int
     """Prompt tokens taken from the prefix cache at first admission."""
     num_preemptions: _builtins.int
@@ -699,7 +699,7 @@ class ExplainEvent(_message.Message):
     last_step: _builtins.int
     """Last step it covers."""
     kind: _builtins.str
-    """ADDED, WAITED, ADMITTED, SCHEDULED, PREEMPTED, FINISHED."""
+    """ADDED, WAITED, ADMITTED, SCHEDULED, PREEMPTED, PAUSED, CONTINUED, FINISHED."""
     detail: _builtins.str
     """Sentence for a person, e.g. "waited for 3 steps: needs 12 KV blocks, 7 free"."""
     num_tokens: _builtins.int

@@ -57,6 +57,7 @@ class RouterMessage(_message.Message):
     HELLO_FIELD_NUMBER: _builtins.int
     SUBMISSIONS_FIELD_NUMBER: _builtins.int
     CANCELLATIONS_FIELD_NUMBER: _builtins.int
+    PAUSES_FIELD_NUMBER: _builtins.int
     @_builtins.property
     def hello(self) -> Global___Hello:
         """First message of the stream, and only there."""
@@ -69,16 +70,21 @@ class RouterMessage(_message.Message):
     def cancellations(self) -> _containers.RepeatedCompositeFieldContainer[Global___Cancellation]:
         """Requests to end."""
 
+    @_builtins.property
+    def pauses(self) -> _containers.RepeatedCompositeFieldContainer[Global___Pause]:
+        """Requests to set aside, or to go on with; of several for one handle the last counts."""
+
     def __init__(
         self,
         *,
         hello: Global___Hello | None = ...,
         submissions: _abc.Iterable[Global___Submission] | None = ...,
         cancellations: _abc.Iterable[Global___Cancellation] | None = ...,
+        pauses: _abc.Iterable[Global___Pause] | None = ...,
     ) -> None: ...
     _HasFieldArgType: _TypeAlias = _typing.Literal["hello", b"hello"]  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["cancellations", b"cancellations", "hello", b"hello", "submissions", b"submissions"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["cancellations", b"cancellations", "hello", b"hello", "pauses", b"pauses", "submissions", b"submissions"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     def WhichOneof(self, oneof_group: _Never) -> None: ...
 
@@ -207,6 +213,35 @@ class Cancellation(_message.Message):
     def WhichOneof(self, oneof_group: _Never) -> None: ...
 
 Global___Cancellation: _TypeAlias = Cancellation  # noqa: Y015
+
+@_typing.final
+class Pause(_message.Message):
+    """Sets a request aside because its client does not read, or lets it go on. Set aside it holds no
+    KV blocks and takes no part in steps; tokens of steps that were planned before still come. Its
+    deadline counts on. Nothing happens if it has ended.
+    """
+
+    DESCRIPTOR: _descriptor.Descriptor
+
+    HANDLE_FIELD_NUMBER: _builtins.int
+    PAUSED_FIELD_NUMBER: _builtins.int
+    handle: _builtins.int
+    """The handle it was submitted under, and so the epoch."""
+    paused: _builtins.bool
+    """True: set it aside. False: let it go on."""
+    def __init__(
+        self,
+        *,
+        handle: _builtins.int = ...,
+        paused: _builtins.bool = ...,
+    ) -> None: ...
+    _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
+    def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["handle", b"handle", "paused", b"paused"]  # noqa: Y015
+    def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
+    def WhichOneof(self, oneof_group: _Never) -> None: ...
+
+Global___Pause: _TypeAlias = Pause  # noqa: Y015
 
 @_typing.final
 class SchedulerMessage(_message.Message):

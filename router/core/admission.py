@@ -21,6 +21,7 @@ class Reason(Enum):
     NO_READY_WORKER = "NO_READY_WORKER"
     PROMPT_TOO_LONG = "PROMPT_TOO_LONG"
     MAX_TOKENS_TOO_LARGE = "MAX_TOKENS_TOO_LARGE"
+    MIN_TOKENS_TOO_LARGE = "MIN_TOKENS_TOO_LARGE"
     TOO_MANY_COMPLETIONS = "TOO_MANY_COMPLETIONS"
     DEADLINE_PASSED = "DEADLINE_PASSED"
     DEADLINE_OUT_OF_REACH = "DEADLINE_OUT_OF_REACH"
@@ -97,6 +98,7 @@ class Ask:
 
     num_prompt_tokens: int
     max_tokens: int | None = None
+    min_tokens: int = 0
     num_completions: int = 1
     deadline: float | None = None
 
@@ -167,6 +169,12 @@ def fits(ask: Ask, capacities: Sequence[Capacity]) -> Admit | Reject:
             Reason.MAX_TOKENS_TOO_LARGE,
             f"{ask.max_tokens} and a prompt of {ask.num_prompt_tokens} tokens do not fit: {limit}; "
             f"at most {room} are left for this prompt",
+        )
+    if ask.min_tokens > room:
+        return Reject(
+            Reason.MIN_TOKENS_TOO_LARGE,
+            f"{ask.min_tokens} can never come: {limit}, and at most {room} tokens are left for "
+            f"this prompt of {ask.num_prompt_tokens}",
         )
     return Admit(room if ask.max_tokens is None else ask.max_tokens)
 

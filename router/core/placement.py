@@ -231,6 +231,16 @@ class Pool:
         if missing:
             worker.prefixes.drop_used_until(missing[0])
 
+    def paused(self, sent: Sent) -> None:
+        """An admitted request has been set aside there: it takes no slot until it goes on."""
+        if (worker := self._find(sent.worker)) is not None:
+            worker.num_in_flight -= 1
+
+    def continued(self, sent: Sent) -> None:
+        """It wants a slot again, whether or not one is free."""
+        if (worker := self._find(sent.worker)) is not None:
+            worker.num_in_flight += 1
+
     def finished(self, sent: Sent, *, was_admitted: bool) -> None:
         """A request that was sent there is there no more."""
         if (worker := self._find(sent.worker)) is not None:

@@ -88,6 +88,7 @@ class InferenceServicer:
             deadline_unix_s=_call_deadline(context),
             traceparent=telemetry.current_traceparent(),
         )
+        wire.add_bad_token_ids(request.sampling, model.tokenizer)
         token_ids, text = await services.prompts.read(
             model,
             wire.to_prompt(request, bounds),
@@ -219,6 +220,7 @@ def _trailing_metadata(live: Request, router: Router) -> tuple[tuple[str, str], 
         ("x-headrace-queue-s", f"{cost.queue_s:.6f}"),
         ("x-headrace-prefill-s", f"{cost.prefill_s:.6f}"),
         ("x-headrace-decode-s", f"{cost.decode_s:.6f}"),
+        ("x-headrace-paused-s", f"{cost.paused_s:.6f}"),
         ("x-headrace-cached-tokens", str(cost.cached_tokens)),
         ("x-headrace-preemptions", str(cost.num_preemptions)),
         ("x-headrace-durable", "true" if cost.is_durable else "false"),

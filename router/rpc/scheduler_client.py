@@ -2,8 +2,8 @@
 
 While connected, one Connect stream carries every request and WatchPool tells of the workers.
 When either breaks, both end, the router takes its requests back, and we connect again.
-Submissions and cancellations never wait: what is said while a message is being written goes into
-the next one.
+Saying something never waits: what is said while a message is being written, and a little while
+after, goes into the next one.
 """
 
 import asyncio
@@ -28,6 +28,10 @@ _MAX_BACKOFF_S = 5.0
 # not become a message that is refused again and again.
 _MAX_MESSAGE_BYTES = 2 * 1024 * 1024
 
+# Between two messages; the first goes at once. One for each of a thousand requests a second would
+# cost router, scheduler and worker more than the requests themselves, and a step takes longer.
+_MESSAGE_GAP_S = 0.002
+
 
 class SchedulerClient:
     """A scheduler's link; `run` does the work, the rest says what to send."""
@@ -42,6 +46,7 @@ class SchedulerClient:
         self._router_id = router_id
         self._submissions: list[scheduler_pb2.Submission] = []
         self._cancellations: list[scheduler_pb2.Cancellation] = []
+        self._pauses: list[scheduler_pb2.Pause] = []
         self._has_mail = asyncio.Event()
         self._is_up = False
         self.workers: list[common_pb2.Worker] = []
@@ -59,6 +64,11 @@ class SchedulerClient:
     def cancel(self, handle: int, reason: CancelReason) -> None:
         """End what was sent under the handle."""
         self._cancellations.append(scheduler_wire.to_cancellation(handle, reason))
+        self._has_mail.set()
+
+    def set_paused(self, handle: int, *, is_paused: bool) -> None:
+        """Set aside what was sent under the handle, or let it go on."""
+        self._pauses.append(scheduler_wire.to_pause(handle, is_paused=is_paused))
         self._has_mail.set()
 
     async def explain(self, request_id: str) -> inference_pb2.ExplainResponse:
@@ -114,6 +124,7 @@ class SchedulerClient:
         # What was not sent is taken back with the rest, and sent again elsewhere.
         self._submissions.clear()
         self._cancellations.clear()
+        self._pauses.clear()
         self._has_mail.clear()
 
     def _log_loss(self, error: BaseException | None) -> None:
@@ -145,8 +156,9 @@ class SchedulerClient:
         while True:
             await self._has_mail.wait()
             self._has_mail.clear()
-            while self._submissions or self._cancellations:
+            while self._submissions or self._cancellations or self._pauses:
                 await call.write(self._next_message())
+                await asyncio.sleep(_MESSAGE_GAP_S)
 
     def _next_message(self) -> scheduler_pb2.RouterMessage:
         """What waits to be sent, or as much as may be in one message."""
@@ -160,9 +172,11 @@ class SchedulerClient:
             num_sent += 1
         del self._submissions[:num_sent]
         if not self._submissions:
-            # Never ahead of the submission that they end.
+            # Never ahead of the submission that they are about.
             message.cancellations.extend(self._cancellations)
+            message.pauses.extend(self._pauses)
             self._cancellations.clear()
+            self._pauses.clear()
         return message
 
     async def _watch(self, watch: Any) -> None:

@@ -74,12 +74,18 @@ def to_submission(completion: Completion) -> scheduler_pb2.Submission:
     submission.sampling.max_tokens = request.max_tokens
     submission.sampling.n = 1
     del submission.sampling.stop[:]
+    del submission.sampling.bad_words[:]
     return submission
 
 
 def to_cancellation(handle: int, reason: CancelReason) -> scheduler_pb2.Cancellation:
     """The end of what was sent under the handle."""
     return scheduler_pb2.Cancellation(handle=handle, reason=_CANCEL_REASON[reason])
+
+
+def to_pause(handle: int, *, is_paused: bool) -> scheduler_pb2.Pause:
+    """A pause of what was sent under the handle, or its end."""
+    return scheduler_pb2.Pause(handle=handle, paused=is_paused)
 
 
 def to_news(update: scheduler_pb2.StepUpdate) -> StepNews:

@@ -19,6 +19,8 @@ from headrace.v1 import common_pb2, inference_pb2
 from router.prompts import ChatPrompt, Prompt, TextPrompt, TokenPrompt
 from router.request import FinishReason, Int32Array, Spec
 from router.stream import Delta, Reply
+from router.text.bad_words import bad_word_sequences
+from router.text.tokenizer import TextTokenizer
 
 _REQUEST_ID = re.compile(r"[A-Za-z0-9._:-]{1,128}")
 _MAX_TENANT_CHARS = 64
@@ -27,6 +29,9 @@ _MAX_MESSAGES = 10_000
 _MAX_STOP = 16
 _MAX_STOP_BYTES = 256
 _MAX_STOP_TOKEN_IDS = 64
+_MAX_BAD_WORDS = 64
+_MAX_BAD_WORD_BYTES = 256
+_MAX_BAD_WORD_TOKENS = 256
 _MAX_LOGIT_BIAS = 1024
 _MAX_BIAS = 100.0
 _MAX_PENALTY = 2.0
@@ -205,6 +210,7 @@ def check_sampling(sampling: common_pb2.SamplingParams, vocab_size: int) -> None
     _check_numbers(sampling)
     _check_lengths(sampling)
     _check_stop(sampling, vocab_size)
+    _check_bad_words(sampling, vocab_size)
     _check_logit_bias(sampling, vocab_size)
 
 
@@ -253,6 +259,34 @@ def _check_stop(sampling: common_pb2.SamplingParams, vocab_size: int) -> None:
     for position, token_id in enumerate(sampling.stop_token_ids):
         if token_id >= vocab_size:
             _refuse(f"stop_token_ids[{position}]", f"must be below {vocab_size}", token_id)
+
+
+def _check_bad_words(sampling: common_pb2.SamplingParams, vocab_size: int) -> None:
+    for name in ("bad_words", "bad_token_ids"):
+        count = len(getattr(sampling, name))
+        if count > _MAX_BAD_WORDS:
+            _refuse(name, f"must be at most {_MAX_BAD_WORDS}", count)
+    for position, word in enumerate(sampling.bad_words):
+        num_bytes = len(word.encode())
+        if not 1 <= num_bytes <= _MAX_BAD_WORD_BYTES:
+            must = f"must have 1 to {_MAX_BAD_WORD_BYTES} bytes"
+            _refuse(f"bad_words[{position}]", must, num_bytes)
+    for position, sequence in enumerate(sampling.bad_token_ids):
+        name, num_tokens = f"bad_token_ids[{position}].ids", len(sequence.ids)
+        if not 1 <= num_tokens <= _MAX_BAD_WORD_TOKENS:
+            _refuse(name, f"must have 1 to {_MAX_BAD_WORD_TOKENS} tokens", num_tokens)
+        if max(sequence.ids) >= vocab_size:
+            _refuse(name, f"must be below {vocab_size}", max(sequence.ids))
+
+
+def add_bad_token_ids(sampling: common_pb2.SamplingParams, tokenizer: TextTokenizer) -> None:
+    """Adds the tokens of bad_words to bad_token_ids; the words have been checked."""
+    for position, word in enumerate(sampling.bad_words):
+        sequences = bad_word_sequences(word, tokenizer)
+        if not sequences:
+            raise invalid(f"sampling.bad_words[{position}]", "gives no tokens of this model")
+        for sequence in sequences:
+            sampling.bad_token_ids.add(ids=sequence)
 
 
 def _check_logit_bias(sampling: common_pb2.SamplingParams, vocab_size: int) -> None:

@@ -6,6 +6,7 @@ ended.
 """
 
 from collections import OrderedDict, deque
+from collections.abc import Callable
 from dataclasses import dataclass
 from enum import Enum
 from typing import Any
@@ -25,6 +26,8 @@ class EventKind(Enum):
     ADMITTED = "ADMITTED"
     SCHEDULED = "SCHEDULED"
     PREEMPTED = "PREEMPTED"
+    PAUSED = "PAUSED"
+    CONTINUED = "CONTINUED"
     FINISHED = "FINISHED"
 
 
@@ -48,9 +51,9 @@ class Event:
 class Explanation:
     """A request's timeline, oldest first, and its sums.
 
-    num_recomputed_tokens: computed tokens lost to preemptions. num_granted_tokens: tokens that
-    were computed for it, those in flight included, rejected drafts not. num_events_left_out:
-    entries dropped from the middle of a long timeline.
+    num_recomputed_tokens: computed tokens lost to preemptions and pauses. num_granted_tokens:
+    tokens that were computed for it, those in flight included, rejected drafts not.
+    num_events_left_out: entries dropped from the middle of a long timeline.
     """
 
     request_id: str
@@ -134,6 +137,20 @@ class History:
         self.num_recomputed_tokens += num_computed
         self._add((EventKind.PREEMPTED, step, step, now, (trigger_id, num_needed, num_computed)))
         self._begin_wait(WaitReason.PREEMPTION, step, now, None)
+
+    def paused(self, step: int, now: float, num_computed: int) -> None:
+        """Its client does not read; it lost its blocks, if it had any."""
+        self._end_run(step, num_computed)
+        self._end_wait(step)
+        self.num_recomputed_tokens += num_computed
+        self._add((EventKind.PAUSED, step, step, now, (num_computed,)))
+        self._begin_wait(WaitReason.CLIENT, step, now, None)
+
+    def unpaused(self, step: int, now: float) -> None:
+        """Its client reads again; it waits in the queue."""
+        self._end_wait(step)
+        self._add((EventKind.CONTINUED, step, step, now, ()))
+        self._begin_wait(WaitReason.BEHIND_HEAD, step, now, None)
 
     def finished(self, step: int, now: float, num_computed: int, status: RequestStatus) -> None:
         """It reached a final status."""
@@ -240,29 +257,48 @@ class Ledger:
 
 def _event(entry: _Entry) -> Event:
     kind, first, last, time, facts = entry
-    num_tokens, position = 0, None
-    if kind is EventKind.ADDED:
-        detail = f"queued behind {facts[0]} others"
-    elif kind is EventKind.WAITED:
-        reason, fact, position = facts
-        detail = f"waited {_steps(last - first + 1)}: {reason.value}"
-        if fact is not None and fact.num_needed_blocks:
-            detail += f" ({fact.num_needed_blocks} needed, {fact.num_free_blocks} free)"
-    elif kind is EventKind.ADMITTED:
-        word = "resumed" if facts[1] else "admitted"
-        detail = f"{word} with {facts[0]} tokens from the prefix cache"
-    elif kind is EventKind.SCHEDULED:
-        num_tokens, num_chunks = facts
-        prefill = f", prefill in {num_chunks + 1} steps" if num_chunks else ""
-        detail = f"computed {num_tokens} tokens{prefill}"
-    elif kind is EventKind.PREEMPTED:
-        trigger_id, num_needed, num_lost = facts
-        cause = f"{trigger_id} needed {num_needed} KV blocks" if trigger_id else "cache reset"
-        detail = f"preempted: {cause}; {num_lost} computed tokens lost"
-    else:
-        detail = f"ended as {facts[0]}"
+    num_tokens = facts[0] if kind is EventKind.SCHEDULED else 0
+    position = facts[2] if kind is EventKind.WAITED else None
+    detail = _SENTENCES[kind](last - first + 1, *facts)
     return Event(first, last, kind, time, detail, num_tokens, position)
 
 
-def _steps(count: int) -> str:
-    return "1 step" if count == 1 else f"{count} steps"
+def _waited(num_steps: int, reason: WaitReason, fact: PassedOver | None, _position: int) -> str:
+    steps = "1 step" if num_steps == 1 else f"{num_steps} steps"
+    blocks = ""
+    if fact is not None and fact.num_needed_blocks:
+        blocks = f" ({fact.num_needed_blocks} needed, {fact.num_free_blocks} free)"
+    return f"waited {steps}: {reason.value}{blocks}"
+
+
+def _admitted(_num_steps: int, num_cached_tokens: int, is_resumed: bool) -> str:
+    word = "resumed" if is_resumed else "admitted"
+    return f"{word} with {num_cached_tokens} tokens from the prefix cache"
+
+
+def _scheduled(_num_steps: int, num_tokens: int, num_chunks: int) -> str:
+    prefill = f", prefill in {num_chunks + 1} steps" if num_chunks else ""
+    return f"computed {num_tokens} tokens{prefill}"
+
+
+def _preempted(_num_steps: int, trigger_id: str, num_needed: int, num_lost: int) -> str:
+    cause = f"{trigger_id} needed {num_needed} KV blocks" if trigger_id else "cache reset"
+    return f"preempted: {cause}; {num_lost} computed tokens lost"
+
+
+def _paused(_num_steps: int, num_lost: int) -> str:
+    lost = f"; {num_lost} computed tokens lost" if num_lost else ""
+    return f"paused: its client does not read{lost}"
+
+
+# What each kind of entry says, of the number of steps it covers and its facts.
+_SENTENCES: dict[EventKind, Callable[..., str]] = {
+    EventKind.ADDED: lambda _, num_ahead: f"queued behind {num_ahead} others",
+    EventKind.WAITED: _waited,
+    EventKind.ADMITTED: _admitted,
+    EventKind.SCHEDULED: _scheduled,
+    EventKind.PREEMPTED: _preempted,
+    EventKind.PAUSED: _paused,
+    EventKind.CONTINUED: lambda _: "its client reads again",
+    EventKind.FINISHED: lambda _, status_name: f"ended as {status_name}",
+}

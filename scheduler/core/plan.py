@@ -25,14 +25,15 @@ class RequestStatus(IntEnum):
     WAITING = 1
     WAITING_FOR_GRAMMAR = 2
     WAITING_FOR_REMOTE_KV = 3
-    RUNNING = 4
-    PREEMPTED = 5
-    STOPPED = 6
-    LENGTH_CAPPED = 7
-    REPETITION = 8
-    ABORTED = 9
-    ERROR = 10
-    DEADLINE = 11
+    WAITING_FOR_CLIENT = 4
+    RUNNING = 5
+    PREEMPTED = 6
+    STOPPED = 7
+    LENGTH_CAPPED = 8
+    REPETITION = 9
+    ABORTED = 10
+    ERROR = 11
+    DEADLINE = 12
 
     @property
     def is_finished(self) -> bool:
@@ -158,6 +159,7 @@ class WaitReason(Enum):
     PREEMPTION = "a running request was preempted in this step"
     GRAMMAR = "grammar not compiled yet"
     REMOTE_KV = "KV from another worker not here yet"
+    CLIENT = "its client does not read"
     OUTPUT_IN_FLIGHT = "its output from before the preemption is still in flight"
     PAUSED = "scheduling is paused"
     THROTTLED = "prefills are throttled"
@@ -238,7 +240,8 @@ class FinishedRequest:
 class StepPlan:
     """One step. The worker applies freed_rows, then row_requests, then the appended blocks.
 
-    expired are requests whose deadline passed and that this schedule ended.
+    freed_rows wait for a plan with rows to run: nobody is woken only to forget. expired are
+    requests whose deadline passed and that this schedule ended.
     """
 
     step_id: int
@@ -262,8 +265,8 @@ class StepPlan:
 
     @property
     def is_worth_sending(self) -> bool:
-        """Whether the worker has anything to do or to forget."""
-        return bool(len(self.rows) or len(self.freed_rows))
+        """Whether the worker has anything to do."""
+        return len(self.rows) > 0
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

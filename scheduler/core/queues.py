@@ -1,7 +1,8 @@
 """Waiting requests in the order of the policy.
 
 There are two queues: `waiting`, and `skipped` for those that were passed over because they wait on
-something else (a grammar, output in flight) and hold nobody up.
+something else (a grammar, output in flight) and hold nobody up. Requests whose clients do not read
+are `paused`, apart from both: no step looks at them, however many there are and however long.
 """
 
 import heapq
@@ -104,7 +105,10 @@ class PriorityQueue:
 
 
 class WaitingQueues:
-    """`waiting` and `skipped` of one policy."""
+    """`waiting` and `skipped` of one policy, and `paused` by key.
+
+    Length and iteration are of the two queues.
+    """
 
     def __init__(self, policy: Literal["fcfs", "priority"]) -> None:
         self._is_priority = policy == "priority"
@@ -113,6 +117,7 @@ class WaitingQueues:
         )
         self.waiting: WaitingQueue = make()
         self.skipped: WaitingQueue = make()
+        self.paused: dict[int, Request] = {}
 
     def __len__(self) -> int:
         return len(self.waiting) + len(self.skipped)
@@ -140,5 +145,16 @@ class WaitingQueues:
             self.skipped.push_front(request)
 
     def remove(self, request: Request) -> None:
-        """Take a request out of whichever queue holds it."""
-        _ = self.waiting.remove(request) or self.skipped.remove(request)
+        """Take a request out of wherever it is."""
+        if self.paused.pop(request.key, None) is None:
+            _ = self.waiting.remove(request) or self.skipped.remove(request)
+
+    def pause(self, request: Request) -> None:
+        """Take a request out of its queue, if it is in one, until `unpause`."""
+        self.remove(request)
+        self.paused[request.key] = request
+
+    def unpause(self, request: Request) -> None:
+        """Queue a paused request as one that comes back."""
+        del self.paused[request.key]
+        (self.skipped if request.is_blocked else self.waiting).push_front(request)

@@ -43,11 +43,12 @@ class _Phase(IntEnum):
     CONTROL = 1
     ADD = 2
     READY = 3
-    ABORT = 4
-    SCHEDULE = 5
-    ABORT_MID = 6
-    UPDATE = 7
-    DRAFTS = 8
+    CLIENT = 4
+    ABORT = 5
+    SCHEDULE = 6
+    ABORT_MID = 7
+    UPDATE = 8
+    DRAFTS = 9
 
 
 _ONCE = frozenset({_Phase.SCHEDULE, _Phase.UPDATE, _Phase.DRAFTS})
@@ -103,6 +104,11 @@ class Recorder:
         return self.core.num_waiting
 
     @property
+    def num_paused(self) -> int:
+        """As SchedulerCore's."""
+        return self.core.num_paused
+
+    @property
     def num_free_blocks(self) -> int:
         """As SchedulerCore's."""
         return self.core.num_free_blocks
@@ -141,6 +147,16 @@ class Recorder:
         self._enter(_Phase.READY)
         self._step.setdefault("ready", []).append(request_id)
         self.core.mark_ready(request_id)
+
+    def pause_request(self, key: int) -> bool:
+        """As SchedulerCore.pause_request."""
+        self._note_client("pause", key)
+        return self.core.pause_request(key)
+
+    def continue_request(self, key: int) -> None:
+        """As SchedulerCore.continue_request."""
+        self._note_client("continue", key)
+        self.core.continue_request(key)
 
     def abort(
         self, key: int, status: RequestStatus = RequestStatus.ABORTED
@@ -187,6 +203,9 @@ class Recorder:
 
     def update(self, result: StepResult, now: float) -> StepOutput:
         """As SchedulerCore.update."""
+        if result.step_id not in self._flights:
+            # Of an empty step, whose plan is in the file before.
+            return self.core.update(result, now)
         self._enter(_Phase.UPDATE)
         number, names, rows = self._flights[result.step_id]
         # An empty step before it may have stayed without a result.
@@ -232,6 +251,8 @@ class Recorder:
             return record
         self._name_by_key = {key: self._name_by_key[key] for key in self.core.state.requests}
         self._names = set(self._name_by_key.values())
+        flights = self.core.state.flights
+        self._flights = {flight.step_id: self._flights[flight.step_id] for flight in flights}
         live = self.core.state.requests.items()
         record["requests"] = {
             self._name_by_key[key]: request_record(request.spec, 0) for key, request in live
@@ -243,7 +264,7 @@ class Recorder:
             "first_cached": {
                 name: cached for name, cached in self._first_cached.items() if name in self._names
             },
-            "flights": [self._flights[flight.step_id][:2] for flight in self.core.state.flights],
+            "flights": [flight[:2] for flight in self._flights.values()],
         }
         return record
 
@@ -274,6 +295,11 @@ class Recorder:
         if phase < self._phase or (phase == self._phase and phase in _ONCE):
             self.end_step()
         self._phase = phase
+
+    def _note_client(self, action: str, key: int) -> None:
+        if key in self.core.state.requests:
+            self._enter(_Phase.CLIENT)
+            self._step.setdefault("client", []).append([action, self._name_by_key[key]])
 
     def _note_finished(self, finished: tuple[FinishedRequest, ...]) -> None:
         self._finished += [self._name_by_key[one.key] for one in finished]

@@ -27,7 +27,10 @@ _SCHED_FIELDS = (
     "tokens", "computed", "new", "resumed", "hit", "preempted", "preempt_info", "spec", "blocks",
     "finished_ids", "common_prefix", "free",
 )  # fmt: skip
-_STATE_FIELDS = ("free", "free_crc", "free_head", "running", "waiting", "skipped", "reqs")
+_STATE_FIELDS = (
+    *("free", "free_crc", "free_head"),
+    *("running", "waiting", "skipped", "paused", "reqs"),
+)
 _ORDERED = frozenset({"tokens", "computed"})
 
 
@@ -104,6 +107,11 @@ class Replay:
             self._recorder.add_request(trace_request(self.trace, name, key), step.get("now", 0.0))
         for name in step.get("ready", ()):
             self._recorder.mark_ready(name)
+        for action, name in step.get("client", ()):
+            if action == "pause":
+                self._recorder.pause_request(self._keys[name])
+            else:
+                self._recorder.continue_request(self._keys[name])
         for name in step.get("abort", ()):
             self._recorder.abort(self._keys[name])
 
@@ -175,7 +183,7 @@ def _compared(expected: Record, got: Record) -> Iterator[tuple[str, Any, Any]]:
     for field in _STATE_FIELDS:
         want = expected["state"].get(field)
         # A recording may leave out what is expensive to write.
-        if want is not None or field == "skipped":
+        if want is not None or field in {"skipped", "paused"}:
             yield f"state.{field}", want, got["state"].get(field)
 
 

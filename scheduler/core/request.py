@@ -34,6 +34,7 @@ class Request:
         "row",
         "spec",
         "status",
+        "status_after_pause",
         "token_ids",
     )
 
@@ -53,6 +54,8 @@ class Request:
         self.status = (
             RequestStatus.WAITING_FOR_GRAMMAR if spec.needs_grammar else RequestStatus.WAITING
         )
+        # While it is WAITING_FOR_CLIENT: what it is again when that is over.
+        self.status_after_pause = self.status
         self.is_ready = not spec.needs_grammar
         self.row = NO_ROW
         self.num_preemptions = 0
@@ -67,6 +70,11 @@ class Request:
     def is_blocked(self) -> bool:
         """Whether it waits on something else than the scheduler."""
         return self.status in BLOCKED_STATUSES
+
+    @property
+    def is_paused(self) -> bool:
+        """Whether it has been set aside until its client reads again."""
+        return self.status is RequestStatus.WAITING_FOR_CLIENT
 
     @property
     def is_waiting_for_output(self) -> bool:

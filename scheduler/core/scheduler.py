@@ -54,8 +54,13 @@ class SchedulerCore:
 
     @property
     def num_waiting(self) -> int:
-        """Requests in the queues, preempted and blocked ones included."""
+        """Requests in the queues, preempted and blocked ones included, paused ones not."""
         return len(self.state.queues)
+
+    @property
+    def num_paused(self) -> int:
+        """Requests set aside until their clients read."""
+        return len(self.state.queues.paused)
 
     @property
     def num_free_blocks(self) -> int:
@@ -107,9 +112,32 @@ class SchedulerCore:
 
     def mark_ready(self, request_id: str) -> None:
         """What a request was blocked on (its grammar) is there; unknown ids are ignored."""
-        for request in self.state.queues:
+        queues = self.state.queues
+        for request in (*queues, *queues.paused.values()):
             if request.request_id == request_id:
                 request.is_ready = True
+
+    def pause_request(self, key: int) -> bool:
+        """Set a request aside whose client does not read, without a row and without blocks.
+
+        Its output in flight is still delivered, and no step looks at it until `continue_request`;
+        its deadline counts on. Nothing happens if it is unknown or paused already.
+
+        Returns:
+            Whether it was running.
+        """
+        request = self.state.requests.get(key)
+        if request is None or request.is_paused:
+            return False
+        was_running = request.row >= 0
+        self.state.set_aside(request)
+        return was_running
+
+    def continue_request(self, key: int) -> None:
+        """Queue a paused request at its place for one that comes back; else nothing happens."""
+        request = self.state.requests.get(key)
+        if request is not None and request.is_paused:
+            self.state.bring_back(request)
 
     def abort(
         self, key: int, status: RequestStatus = RequestStatus.ABORTED
@@ -192,6 +220,9 @@ class SchedulerCore:
             if request.request_id == request_id:
                 num_computed = state.table.num_computed.item(row)
                 return request.history.explain(state.step_id, request.status, num_computed, None)
+        for request in state.queues.paused.values():
+            if request.request_id == request_id:
+                return request.history.explain(state.step_id, request.status, 0, None)
         return state.ledger.ended(request_id)
 
     def update_drafts(
@@ -238,7 +269,7 @@ class SchedulerCore:
             draft_ids = state.table.draft_ids[columns.rows][is_draft]
         return StepPlan(
             step_id=batch.step_id,
-            freed_rows=_taken(state.freed_rows),
+            freed_rows=_taken(state.freed_rows) if len(columns.rows) else EMPTY_INT32,
             row_requests=tuple(batch.row_requests),
             appended_block_rows=_taken(batch.grown_rows),
             appended_block_ids=_taken(batch.grown_ids),
@@ -299,8 +330,10 @@ class SchedulerCore:
         state.kv.pool.check(holders)
         running = {state.table.request(row).key for row in state.table.running_rows.tolist()}
         waiting = {request.key for request in state.queues}
-        assert not running & waiting, f"running and waiting: {running & waiting}"
-        assert running | waiting == set(state.requests), "a request is lost"
+        paused = set(state.queues.paused)
+        places = sorted((*running, *waiting, *paused))
+        assert places == sorted(state.requests), "a request is lost, or in two places"
+        assert paused == {k for k, r in state.requests.items() if r.is_paused}, "half paused"
 
 
 def _taken(numbers: list[int]) -> Int32Array:

@@ -22,6 +22,7 @@ _STATUS_LETTERS = {
     RequestStatus.WAITING: "W",
     RequestStatus.WAITING_FOR_GRAMMAR: "B",
     RequestStatus.WAITING_FOR_REMOTE_KV: "B",
+    RequestStatus.WAITING_FOR_CLIENT: "C",
     RequestStatus.RUNNING: "R",
     RequestStatus.PREEMPTED: "P",
 }
@@ -42,6 +43,7 @@ def take(state: SchedulerState, name_by_key: dict[int, str]) -> Record:
         "running": [name_by_key[request.key] for request in running],
         "waiting": [name_by_key[request.key] for request in queues.waiting],
         "skipped": [name_by_key[request.key] for request in queues.skipped],
+        "paused": [name_by_key[key] for key in queues.paused],
         # In the order of their arrival.
         "requests": {
             name_by_key[key]: _request_record(state, request)
@@ -78,6 +80,8 @@ def restore(state: SchedulerState, snapshot: Record, spec_by_name: dict[str, New
         state.queues.waiting.push(requests[name])
     for name in snapshot["skipped"]:
         state.queues.skipped.push(requests[name])
+    for name in snapshot.get("paused", ()):
+        state.queues.pause(requests[name])
     cached = [(base64.b64decode(digest), block_ids) for digest, block_ids in snapshot["cached"]]
     state.kv.pool.restore(snapshot["free_blocks"], held, cached)
     # Admissions that are over, of output in flight that is stale or that nobody awaits.
@@ -99,6 +103,8 @@ def _request_record(state: SchedulerState, request: Request) -> Record:
         "num_stale_tokens": request.num_stale_tokens,
         "drop_stale": request.drop_stale,
     }
+    if request.is_paused:
+        record["status_after_pause"] = request.status_after_pause.name
     if is_running:
         record |= {
             "num_computed": table.num_computed.item(row),
@@ -117,6 +123,8 @@ def _restored_request(state: SchedulerState, spec: NewRequest, record: Record) -
     output = np.array(record["output"], dtype=np.int32)
     request.token_ids = np.concatenate((spec.prompt_token_ids, output))
     request.status = RequestStatus[record["status"]]
+    after_pause = record.get("status_after_pause")
+    request.status_after_pause = RequestStatus[after_pause] if after_pause else request.status
     request.is_ready = record["is_ready"]
     request.num_preemptions = record["num_preemptions"]
     request.num_cached_tokens = record["num_cached_tokens"]
@@ -205,8 +213,11 @@ def state_record(
     record["waiting"] = [name_by_key[request.key] for request in queues.waiting]
     if queues.skipped:
         record["skipped"] = [name_by_key[request.key] for request in queues.skipped]
+    if queues.paused:
+        record["paused"] = [name_by_key[key] for key in queues.paused]
     record["reqs"] = {
-        name_by_key[request.key]: _request_fields(state, request) for request in (*running, *queues)
+        name_by_key[request.key]: _request_fields(state, request)
+        for request in (*running, *queues, *queues.paused.values())
     }
     return record
 

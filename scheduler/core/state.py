@@ -116,6 +116,30 @@ class SchedulerState:
         self.queues.waiting.push_front(request)
         return request
 
+    def set_aside(self, request: Request) -> None:
+        """Pause a request, running or waiting, until `bring_back`.
+
+        One that runs comes back as a preempted one does: its blocks become free, its output in
+        flight is still delivered.
+        """
+        row, num_computed = request.row, 0
+        if row != NO_ROW:
+            num_computed = self.table.num_computed.item(row)
+            self.table.leave(self.table.position(row))
+            self._note_output_in_flight(request, row, drop_output=False)
+            self._free_row(row)
+            request.status = RequestStatus.PREEMPTED
+        request.history.paused(self.step_id, self.now, num_computed)
+        request.status_after_pause = request.status
+        request.status = RequestStatus.WAITING_FOR_CLIENT
+        self.queues.pause(request)
+
+    def bring_back(self, request: Request) -> None:
+        """Queue a paused request again."""
+        request.history.unpaused(self.step_id, self.now)
+        request.status = request.status_after_pause
+        self.queues.unpause(request)
+
     def displace(
         self, batch: StepBatch, position: int, beneficiary: Request, num_needed: int
     ) -> bool:

@@ -1,8 +1,9 @@
 """The trace format: settings and requests of a run as JSON-able records, both ways.
 
 Read and written: what the reference's recordings have. Extensions, all optional: a step without
-`sched` (inputs came in another order than a step has), `now` in a step, `failed` in an update, and
-in a request `deadline`, `output`, `eos_token_ids`.
+`sched` (inputs came in another order than a step has), `now` in a step, `client` in a step (pairs
+of "pause" or "continue" and a request) and `paused` in its state, `failed` in an update, and in a
+request `deadline`, `output`, `eos_token_ids`.
 """
 
 from typing import Any

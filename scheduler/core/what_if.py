@@ -1,8 +1,8 @@
 """What other settings would have made of a recorded run: its requests, their tokens, its arrivals.
 
-Requests arrive, become ready and are aborted at the same steps as in the recording, and are given
-the tokens they were given there; after those, token 0. Drafts are accepted at the recording's rate.
-Steps are counted, not timed: a changed budget changes how long a step takes.
+Requests arrive, become ready, are paused, go on and are aborted at the same steps as in the
+recording, and are given the tokens they were given there; after those, token 0. Drafts are accepted
+at the recording's rate. Steps are counted, not timed: a changed budget changes how long one takes.
 """
 
 from collections import deque
@@ -155,6 +155,8 @@ class _Trial:
         steps = self._trace["steps"]
         for name, output in _live_at_start(self._trace).items():
             self._add(name, 0, 0.0, output)
+        for name in self._trace.get("start", {}).get("state", {}).get("paused", ()):
+            self._pause_or_continue("pause", name)
         max_steps = max(MIN_STEPS, MAX_STEPS_FACTOR * len(steps))
         number = 0
         while number < len(steps) or (self._core.has_unfinished and number < max_steps):
@@ -162,6 +164,8 @@ class _Trial:
             if not step:
                 # Nobody will lift a pause, or bring a grammar, that the recording ended with.
                 self._core.set_pause(Pause.UNPAUSED)
+                for key in self._key_by_name.values():
+                    self._core.continue_request(key)
             self._give_inputs(step, number)
             self._schedule(step, number)
             for name in step.get("abort_mid", ()):
@@ -182,6 +186,8 @@ class _Trial:
             self._add(name, number, step.get("now", 0.0), None)
         for name in step.get("ready", ()):
             core.mark_ready(name)
+        for action, name in step.get("client", ()):
+            self._pause_or_continue(action, name)
         for name in step.get("abort", ()):
             self._abort(name)
 
@@ -198,6 +204,14 @@ class _Trial:
     def _abort(self, name: str) -> None:
         if name in self._key_by_name:
             self._core.abort(self._key_by_name[name])
+
+    def _pause_or_continue(self, action: str, name: str) -> None:
+        if name not in self._key_by_name:
+            return
+        if action == "pause":
+            self._core.pause_request(self._key_by_name[name])
+        else:
+            self._core.continue_request(self._key_by_name[name])
 
     def _schedule(self, step: Record, number: int) -> None:
         plan = self._core.schedule(
@@ -249,7 +263,7 @@ def _live_at_start(trace: Record) -> dict[str, list[int]]:
     if "start" not in trace:
         return {}
     state = trace["start"]["state"]
-    names = (*state["running"], *state["skipped"], *state["waiting"])
+    names = (*state["running"], *state["skipped"], *state["waiting"], *state.get("paused", ()))
     return {name: state["requests"][name]["output"] for name in names}
 
 

@@ -130,6 +130,8 @@ def _read(connection: RouterConnection, message: scheduler_pb2.RouterMessage) ->
             connection.submit(wire.submission_of(submission))
         except ServiceError as error:
             connection.refuse(NotTaken(submission.handle, "INVALID", error.message))
+    for pause in message.pauses:
+        connection.set_paused(pause.handle, is_paused=pause.paused)
     for cancellation in message.cancellations:
         connection.cancel(cancellation.handle, wire.status_of_cancellation(cancellation))
 

@@ -28,6 +28,8 @@ _LIMITS = (
     "max_num_batched_tokens",
     "vocab_size",
 )
+# More plans ahead than this gain nothing; see SchedulerConfig.pipeline_depth.
+_MAX_PIPELINE_DEPTH = 2
 _ROLES = {
     common_pb2.WORKER_ROLE_UNSPECIFIED: WorkerRole.MIXED,
     common_pb2.WORKER_ROLE_MIXED: WorkerRole.MIXED,
@@ -222,6 +224,7 @@ def worker_info(message: common_pb2.Worker) -> WorkerInfo:
         vocab_size=message.vocab_size,
         eos_token_ids=tuple(message.eos_token_ids),
         num_spec_tokens=message.num_spec_tokens,
+        pipeline_depth=max(1, min(message.pipeline_depth, _MAX_PIPELINE_DEPTH)),
         role=_ROLES[message.role],
         device=message.device,
         dtype=message.dtype,

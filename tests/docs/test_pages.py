@@ -77,8 +77,9 @@ def test_every_reason_of_an_error_is_in_the_readme():
     files = [file for service in SERVICES for file in (ROOT / service).rglob("*.py")]
     reasons = {r for file in files for r in REASON.findall(file.read_text(encoding="utf-8"))}
     assert len(reasons) > 10
-    # These two are INVALID_FIELD on the wire.
-    reasons |= {r.value for r in Reason} - {"PROMPT_TOO_LONG", "MAX_TOKENS_TOO_LARGE"}
+    # These are INVALID_FIELD on the wire.
+    fields = {"PROMPT_TOO_LONG", "MAX_TOKENS_TOO_LARGE", "MIN_TOKENS_TOO_LARGE"}
+    reasons |= {r.value for r in Reason} - fields
     assert sorted(reason for reason in reasons if f"`{reason}`" not in README) == []
 
 

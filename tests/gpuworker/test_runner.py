@@ -1,6 +1,7 @@
 """The runner on a tiny model: company, preemption, drafts, log probabilities, failures."""
 
 from dataclasses import replace
+from itertools import pairwise
 from pathlib import Path
 
 import numpy as np
@@ -189,6 +190,30 @@ def test_penalties_see_accepted_drafts(driver: Driver) -> None:
     result = driver.step({0: 1}, {0: expected[1:7]})
     assert result.num_sampled_tokens.tolist() == [7]
     assert driver.requests[0].output == expected
+
+
+def test_bad_words_never_come_out_with_and_without_drafts(driver: Driver) -> None:
+    prompt = prompts(1, seed=6)[0]
+    driver.add(0, prompt, GREEDY)
+    plain = driver.finish(0, 12)
+    driver.free(0)
+    bad = (tuple(plain[2:4]), (plain[6],))
+    sampling = replace(GREEDY, bad_token_ids=bad)
+    driver.add(0, prompt, sampling)
+    expected = driver.finish(0, 12)
+    driver.free(0)
+    pairs = list(pairwise(expected))
+    assert bad[0] not in pairs
+    assert plain[6] not in expected
+    assert expected[:3] == plain[:3]
+
+    request = driver.add(0, prompt, sampling)
+    driver.step({0: len(prompt)})
+    result = driver.step({0: 1}, {0: plain[1:5]})
+    assert result.num_sampled_tokens.tolist() == [3]  # the draft that completes it is refused
+    driver.step({0: 1}, {0: expected[4:9]})
+    assert request.output == expected[: len(request.output)]
+    assert len(request.output) > 8
 
 
 def test_logprobs_are_of_the_models_own_distribution(driver: Driver) -> None:

@@ -10,7 +10,7 @@ import transformers
 from gpuworker import kv_pool
 from gpuworker.core.input_batch import BatchLimits
 from gpuworker.engine import attention_backend
-from gpuworker.models.loader import load_decoder
+from gpuworker.models.loader import load_decoder, with_max_model_len
 from gpuworker.models.source import open_source
 from gpuworker.runner import ModelRunner
 
@@ -50,10 +50,12 @@ def make_runner(
     num_spec_tokens: int = 0,
     attention: str = "auto",
     kv_dtype: torch.dtype | None = None,
+    max_model_len: int | None = None,
 ) -> ModelRunner:
     """A runner on the CPU, with attention as the worker has it; unused KV slots are poisoned."""
     device = torch.device("cpu")
     source = open_source(model)
+    source.config = with_max_model_len(source.config, max_model_len)
     decoder = load_decoder(source, device, dtype, lambda _done, _all: None)
     config = source.config
     kv_dtype = kv_dtype or dtype

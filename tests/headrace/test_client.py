@@ -66,6 +66,7 @@ async def test_every_option_reaches_the_server(fake, client):
         min_tokens=1,
         stop=["a", "b"],
         stop_token_ids=[7],
+        bad_words=["no", " never"],
         ignore_eos=True,
         n=2,
         logprobs=0,

@@ -124,6 +124,16 @@ class SchedulerMachine(RuleBasedStateMachine):
         for core in self.cores:
             core.mark_ready(f"r{key}")
 
+    @rule(data=st.data())
+    @precondition(lambda self: self.num_added)
+    def pause_request(self, data: st.DataObject) -> None:
+        self._pause(data.draw(st.integers(0, self.num_added - 1)))
+
+    @rule(data=st.data())
+    @precondition(lambda self: self.num_added)
+    def continue_request(self, data: st.DataObject) -> None:
+        self._continue(data.draw(st.integers(0, self.num_added - 1)))
+
     @rule(pause=st.sampled_from(list(Pause)))
     def set_pause(self, pause: Pause) -> None:
         self.pause = pause
@@ -138,16 +148,16 @@ class SchedulerMachine(RuleBasedStateMachine):
     @rule(
         count=st.integers(1, 8),
         throttle=st.sampled_from([False, False, False, True]),
-        abort_mid=st.booleans(),
+        mid=st.sampled_from(["", "abort", "pause", "pause and continue"]),
     )
-    def steps(self, count: int, throttle: bool, abort_mid: bool) -> None:
+    def steps(self, count: int, throttle: bool, mid: str) -> None:
         for _ in range(count):
             self._step(throttle=throttle)
-            if abort_mid and self.num_added:
-                self._abort(int(self.random.integers(self.num_added)))
+            if mid and self.num_added:
+                self._act_in_mid_step(mid, int(self.random.integers(self.num_added)))
             while len(self.flights) >= self.config.pipeline_depth:
                 self._update()
-            abort_mid = False
+            mid = ""
 
     @rule()
     def begin_file(self) -> None:
@@ -191,10 +201,11 @@ class SchedulerMachine(RuleBasedStateMachine):
         for key in range(self.num_added):
             for core in self.cores:
                 core.mark_ready(f"r{key}")
+            self._continue(key)
         for _ in range(1500):
             if not self.by_columns.has_unfinished:
                 break
-            self.steps(1, throttle=False, abort_mid=False)
+            self.steps(1, throttle=False, mid="")
         while self.flights:
             self._update()
         if self.has_ties and self.config.policy == "priority":
@@ -204,6 +215,26 @@ class SchedulerMachine(RuleBasedStateMachine):
                 self._abort(key)
         for core in self.cores:
             core.end_step()
+
+    def _act_in_mid_step(self, action: str, key: int) -> None:
+        if action == "abort":
+            self._abort(key)
+        else:
+            self._pause(key)
+            if action == "pause and continue":
+                self._continue(key)
+
+    def _pause(self, key: int) -> None:
+        # One that comes back before its first admission is ahead of those it was behind.
+        self.unblocked[key] = False
+        num_free = self.by_columns.num_free_blocks
+        was_running, other = (core.pause_request(key) for core in self.cores)
+        assert was_running == other
+        assert self.by_columns.num_free_blocks >= num_free
+
+    def _continue(self, key: int) -> None:
+        for core in self.cores:
+            core.continue_request(key)
 
     def _record(self, record: Record) -> None:
         self.records[0].append(record)
@@ -230,6 +261,7 @@ class SchedulerMachine(RuleBasedStateMachine):
         keys = [table.request(row).key for row in plan.rows.tolist()]
         assert len(set(keys)) == len(keys)
         assert not set(keys) & set(plan.preempted_keys), "scheduled and preempted in one step"
+        assert not set(keys) & set(self.by_columns.state.queues.paused), "scheduled and paused"
         assert set(plan.appended_block_rows.tolist()) <= set(plan.rows.tolist())
         for victim in plan.facts.victims:
             assert victim.trigger_id, "a victim of nobody"

@@ -10,7 +10,7 @@ from gpuworker.config import WorkerSettings
 from headrace.service.channels import ChannelConfig
 from headrace.service.config import ConfigError, load
 from headrace.service.serving import ServingConfig
-from router.config import RouterConfig, TenantConfig
+from router.config import RouterConfig, StreamsConfig, TenantConfig
 from scheduler.config import PoolSettings, SchedulerSettings
 
 STRUCTS = (
@@ -18,6 +18,7 @@ STRUCTS = (
     SchedulerSettings,
     PoolSettings,
     RouterConfig,
+    StreamsConfig,
     TenantConfig,
     ServingConfig,
     ChannelConfig,

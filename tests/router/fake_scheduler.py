@@ -54,6 +54,7 @@ class Generation:
     connection: "Connection"
     position: int = 0
     is_admitted: bool = False
+    is_paused: bool = False
 
     @property
     def prompt_token_ids(self):
@@ -79,8 +80,11 @@ class FakeScheduler:
         self.interval_s = interval_s
         self.tokens_per_step = 1
         self.workers = [worker()]
+        self.num_messages = 0  # over all connections, their hellos included
         self.submissions: list[scheduler_pb2.Submission] = []
         self.cancellations: list[tuple[str, int]] = []
+        self.pauses: list[tuple[str, bool]] = []
+        self.heeds_pauses = True
         self.refusals: list[tuple[str, str]] = []  # what the next submissions get
         self.is_draining = False
         self.connections: list[Connection] = []
@@ -131,6 +135,8 @@ class FakeScheduler:
         update = scheduler_pb2.StepUpdate()
         for handle, generation in list(connection.live.items()):
             script = generation.script
+            if generation.is_paused:
+                continue
             if not generation.is_admitted:
                 generation.is_admitted = True
                 update.admitted.add(
@@ -196,8 +202,13 @@ class FakeScheduler:
 
     async def _read(self, requests, connection):
         async for message in requests:
+            self.num_messages += 1
             for submission in message.submissions:
                 self._take(submission, connection)
+            for pause in message.pauses:
+                if (generation := connection.live.get(pause.handle)) is not None:
+                    self.pauses.append((generation.submission.request_id, pause.paused))
+                    generation.is_paused = pause.paused and self.heeds_pauses
             for cancellation in message.cancellations:
                 generation = connection.live.pop(cancellation.handle, None)
                 if generation is not None:

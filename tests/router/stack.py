@@ -13,7 +13,7 @@ from headrace.status.states import Writer
 from headrace.status.store import StatusStore
 from headrace.v1 import inference_pb2, inference_pb2_grpc
 from router.__main__ import build_router
-from router.config import RouterConfig, TenantConfig, TenantsConfig, rules_of
+from router.config import RouterConfig, StreamsConfig, TenantConfig, TenantsConfig, rules_of
 from router.prompts import PromptReader
 from router.router import Router
 from router.rpc.inference import FULL_NAME, InferenceServicer, Services
@@ -81,8 +81,9 @@ class Stack:
 async def running_stack(*, schedulers=None, models=None, scheduler=None, store_url="", **settings):
     tenant = TenantConfig(**settings.pop("tenant", {}))
     named = {name: TenantConfig(**values) for name, values in settings.pop("named", {}).items()}
+    streams = StreamsConfig(**settings.pop("streams", {}))
     config = RouterConfig(**settings)
-    rules = rules_of(config, tenant, TenantsConfig(named=named))
+    rules = rules_of(config, streams, tenant, TenantsConfig(named=named))
     async with contextlib.AsyncExitStack() as stack:
         if schedulers is None:
             schedulers = [await stack.enter_async_context(scheduler or FakeScheduler())]

@@ -12,6 +12,7 @@ from headrace.service.errors import ServiceError
 from headrace.status.states import Writer
 from headrace.status.store import StatusStore
 from router.core.admission import Limits
+from router.core.pauses import UnreadLimits
 from router.core.placement import Pool, WorkerReport, WorkerState
 from router.request import Admission, Ended, Finish, FinishReason, Refusal, Spec, StepNews
 from router.router import Router
@@ -28,6 +29,7 @@ class Link:
     def __init__(self, name="s"):
         self.name = name
         self.sent = {}
+        self.paused = set()
         self.cancelled = []
 
     def submit(self, completion):
@@ -37,6 +39,11 @@ class Link:
     def cancel(self, handle, reason):
         self.cancelled.append((handle, reason))
         self.sent.pop(handle, None)
+        self.paused.discard(handle)
+
+    def set_paused(self, handle, *, is_paused):
+        assert handle in self.sent
+        (self.paused.add if is_paused else self.paused.remove)(handle)
 
 
 class Bench:
@@ -90,6 +97,7 @@ class Bench:
         )
         for handle in ends:
             del self.links[link].sent[handle]
+            self.links[link].paused.discard(handle)
 
     def assert_empty(self):
         router = self.router
@@ -250,7 +258,8 @@ class Chaos:
 
     def __init__(self, seed):
         self.chance = random.Random(seed)
-        self.bench = Bench(limits=Limits(max_queued_requests=30))
+        unread = UnreadLimits(max_unread_tokens=3, max_pause_s=0.5)
+        self.bench = Bench(limits=Limits(max_queued_requests=30), unread=unread)
         self.bench.add("t")
         self.stays = {}
 
@@ -270,6 +279,12 @@ class Chaos:
                 deadline_unix_s=soon if self.chance.random() < 0.3 else None,
             )[0]
 
+    def read(self):
+        for request in list(self.bench.router._requests.values()):
+            for completion in request.completions:
+                completion.num_streamed += self.chance.randint(0, completion.num_unread)
+                self.bench.dispatcher.has_read(completion)
+
     def step(self):
         link = self.any_link()
         sent = list(link.sent)
@@ -288,6 +303,7 @@ class Chaos:
         if link.sent:
             handle = self.chance.choice(list(link.sent))
             del link.sent[handle]
+            link.paused.discard(handle)
             reason = self.chance.choice(["NO_WORKER", "INVALID"])
             self.bench.dispatcher.on_refusal(Refusal(handle, reason, ""))
 
@@ -306,7 +322,7 @@ class Chaos:
 
     def run(self, num_events):
         kinds = [self.enter] * 3 + [self.step] * 2
-        kinds += [self.leave, self.abort, self.refuse, self.lose, self.pass_time]
+        kinds += [self.leave, self.abort, self.refuse, self.lose, self.pass_time, self.read]
         for _ in range(num_events):
             self.chance.choice(kinds)()
             self.check()
@@ -314,7 +330,10 @@ class Chaos:
             stay()
 
     def check(self):
-        """Every request is live or ended; every completion is in exactly one place."""
+        """Every request is live or ended; every completion is in exactly one place.
+
+        Those that are paused may also be in none, while no scheduler has them.
+        """
         router = self.bench.router
         assert router.num_accepted == sum(router.num_ended.values()) + len(router._requests)
         unfinished = [
@@ -322,7 +341,12 @@ class Chaos:
         ]
         sent = [c for link in self.bench.links.values() for c in link.sent.values()]
         places = [id(c) for c in (*router.dispatcher.queue, *sent)]
-        assert sorted(places) == sorted(id(c) for c in unfinished)
+        held = [id(c) for c in unfinished if c.is_paused and id(c) not in places]
+        assert sorted(places + held) == sorted(id(c) for c in unfinished)
+        paused = [h for link in self.bench.links.values() for h in link.paused]
+        assert len(router.dispatcher._pauses) == len(held) + len(paused)
+        assert not any(c.is_paused for c in router.dispatcher.queue)
+        assert router.pool.num_in_flight() == len(sent) - len(paused)
 
 
 @pytest.mark.parametrize("seed", range(20))

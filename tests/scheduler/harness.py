@@ -176,6 +176,9 @@ class FakeRouter:
             cancellations=[scheduler_pb2.Cancellation(handle=h, reason=reason) for h in handles]
         )
 
+    async def pause(self, *handles: int, paused: bool = True) -> None:
+        await self.send(pauses=[scheduler_pb2.Pause(handle=h, paused=paused) for h in handles])
+
     async def finished(self, *handles: int, patience_s: float = PATIENCE_S) -> list[list[int]]:
         """Tokens of each, once all have ended."""
         await self.wait_for(lambda: all(self.received[h].finished for h in handles), patience_s)

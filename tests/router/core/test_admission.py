@@ -42,6 +42,13 @@ def test_max_tokens_that_are_given_are_kept():
     assert admit(ask(10, max_tokens=90)) == Admit(max_tokens=90)
 
 
+def test_min_tokens_that_can_never_come_are_refused():
+    assert admit(ask(10, min_tokens=90)) == Admit(max_tokens=90)
+    refusal = admit(ask(10, min_tokens=91))
+    assert refusal.reason is Reason.MIN_TOKENS_TOO_LARGE
+    assert "at most 90 tokens are left" in refusal.message
+
+
 def test_the_smaller_of_model_length_and_pool_counts():
     small_pool = Capacity(max_model_len=1000, num_kv_tokens=64)
     refusal = admit(ask(64), capacities=[small_pool])

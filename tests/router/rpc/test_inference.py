@@ -87,6 +87,21 @@ async def test_tells_the_scheduler_everything_but_text(stack):
     assert sampling.HasField("temperature")
 
 
+async def test_bad_words_reach_the_scheduler_as_tokens(stack):
+    own = [{"ids": [7, 8]}]
+    await stack.answer(sampling={"bad_words": ["hello"], "bad_token_ids": own, "max_tokens": 2})
+    sampling = stack.scheduler.submissions[0].sampling
+    assert not sampling.bad_words
+    sequences = [list(sequence.ids) for sequence in sampling.bad_token_ids]
+    assert sequences == [[7, 8], ids("hello"), ids(" hello")]
+
+
+async def test_min_tokens_that_can_never_come_are_refused(stack):
+    with pytest.raises(grpc.aio.AioRpcError, match=r"sampling\.min_tokens: .* can never come"):
+        await stack.answer("hello", sampling={"min_tokens": 100_000})
+    assert not stack.scheduler.submissions
+
+
 async def test_max_tokens_that_are_not_given_are_all_that_fits(stack):
     stack.scheduler.script = says("hello")
     stack.scheduler.set_workers(worker(max_model_len=100), worker(worker_id="b", max_model_len=80))

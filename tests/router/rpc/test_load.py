@@ -51,7 +51,7 @@ async def test_no_more_are_sent_than_a_worker_has_credit_for(stack):
 
 async def test_a_caller_that_does_not_read_holds_up_nobody():
     num_tokens = 4_000_000  # more than gRPC itself buffers for a stream
-    async with running_stack(max_unread_tokens=num_tokens) as stack:
+    async with running_stack(streams={"max_unread_tokens": num_tokens}) as stack:
         stack.scheduler.script = lambda s: Script([65] * s.sampling.max_tokens)
         stack.scheduler.tokens_per_step = num_tokens // 400
         stack.scheduler.set_workers(worker(max_model_len=2 * num_tokens, num_kv_blocks=num_tokens))
@@ -69,7 +69,8 @@ async def test_a_caller_that_does_not_read_holds_up_nobody():
 
 
 async def test_a_caller_that_leaves_too_much_unread_is_cut_off_in_words():
-    async with running_stack(max_unread_tokens=50_000) as stack:
+    streams = {"max_unread_tokens": 50_000, "slow_client": "cut"}
+    async with running_stack(streams=streams) as stack:
         stack.scheduler.script = lambda s: Script([65] * s.sampling.max_tokens)
         stack.scheduler.tokens_per_step = 10_000
         stack.scheduler.set_workers(worker(max_model_len=50_000_000, num_kv_blocks=10_000_000))

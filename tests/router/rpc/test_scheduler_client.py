@@ -8,6 +8,7 @@ import pytest
 
 from headrace.service.errors import from_rpc_error
 from headrace.v1 import common_pb2, scheduler_pb2
+from router.rpc import scheduler_client
 from tests.router.fake_scheduler import MODEL, FakeScheduler, Script, worker
 from tests.router.stack import running_stack
 from tests.router.tiny_models import byte_level_model
@@ -184,6 +185,17 @@ async def test_a_burst_of_long_prompts_is_sent_in_messages_of_a_size_that_is_tak
     for call in calls:
         assert text_of([message async for message in call]) == TEXT
     assert {s.epoch for s in stack.scheduler.submissions} == {1}
+
+
+async def test_what_comes_close_together_is_sent_in_one_message(stack, monkeypatch):
+    monkeypatch.setattr(scheduler_client, "_MESSAGE_GAP_S", 0.3)
+    stack.scheduler.script = says_text
+    num_before = stack.scheduler.num_messages
+    for call in [stack.generate() for _ in range(8)]:
+        assert text_of([message async for message in call]) == TEXT
+    assert len(stack.scheduler.submissions) == 8
+    # The first at once, the others together.
+    assert stack.scheduler.num_messages - num_before <= 2
 
 
 async def test_a_cancellation_is_never_sent_before_its_submission(stack):

@@ -40,6 +40,7 @@ BAD_SAMPLING = [
     ("presence_penalty", 2.1), ("presence_penalty", NAN), ("frequency_penalty", -3.0),
     ("max_tokens", 0), ("n", 0), ("n", 17), ("logprobs", 21), ("prompt_logprobs", 99),
     ("stop", ["x"] * 17), ("stop_token_ids", [1] * 65),
+    ("bad_words", ["x"] * 65), ("bad_token_ids", [{"ids": [1]}] * 65),
     ("logit_bias", dict.fromkeys(range(1025), 0.0)),
 ]  # fmt: skip
 
@@ -63,6 +64,11 @@ def test_a_bad_sampling_parameter_is_named(field, value):
         ("sampling.logit_bias[1000]", {"sampling": {"logit_bias": {1000: 1.0}}}),
         ("sampling.logit_bias[3]", {"sampling": {"logit_bias": {3: NAN}}}),
         ("sampling.logit_bias[3]", {"sampling": {"logit_bias": {3: -101.0}}}),
+        ("sampling.bad_words[1]", {"sampling": {"bad_words": ["ok", ""]}}),
+        ("sampling.bad_words[0]", {"sampling": {"bad_words": ["é" * 129]}}),
+        ("sampling.bad_token_ids[1].ids", {"sampling": {"bad_token_ids": [{"ids": [1]}, {}]}}),
+        ("sampling.bad_token_ids[0].ids", {"sampling": {"bad_token_ids": [{"ids": [1, 1000]}]}}),
+        ("sampling.bad_token_ids[0].ids", {"sampling": {"bad_token_ids": [{"ids": [1] * 257}]}}),
         ("text", {"text": ""}),
         ("text", {"text": "é" * 51}),
         ("token_ids.ids", {"token_ids": {"ids": []}}),
@@ -120,6 +126,7 @@ def test_the_edges_of_every_range_are_taken():
         "temperature": 0, "top_p": 1, "min_p": 1, "repetition_penalty": 1e-3, "n": 16,
         "presence_penalty": 2, "frequency_penalty": -2, "logit_bias": {999: 100, 0: -100},
         "max_tokens": 1, "min_tokens": 1, "stop": ["x" * 256] * 16, "logprobs": 20,
+        "bad_words": ["x" * 256] * 64, "bad_token_ids": [{"ids": [999] * 256}] * 64,
         "stop_token_ids": [999] * 64, "prompt_logprobs": 20, "seed": 2**64 - 1,
     }  # fmt: skip
     spec, _ = check(request(sampling=sampling, tenant="t" * 64, cache_salt="s" * 128))

@@ -1,0 +1,87 @@
+"""When something whose client does not read is paused, goes on, or is given up.
+
+It is paused when more than max_unread_tokens wait for the client, and goes on when half of them
+are read: in between nothing changes, so that it does not go back and forth with every message.
+What was on its way when it was paused still comes. That is a few steps' worth; much more means
+that nobody heeds the pause, and then it is given up, as it is when it has been paused for
+max_pause_s in one go. So never more than twice the limit, and a little, waits for one client.
+"""
+
+from dataclasses import dataclass
+from enum import Enum
+from typing import Generic, Literal, TypeVar
+
+SlowClient = Literal["pause", "cut"]
+T = TypeVar("T")
+
+# On their way when a small limit was exceeded, at most: a few steps, drafts included.
+_MAX_TOKENS_ON_THEIR_WAY = 1024
+
+
+class Verdict(Enum):
+    """What becomes of something, much of which is unread."""
+
+    GO_ON = "GO_ON"
+    PAUSE = "PAUSE"
+    GIVE_UP = "GIVE_UP"
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class UnreadLimits:
+    """How much may wait for one client; slow_client "cut" gives up where "pause" pauses."""
+
+    slow_client: SlowClient = "pause"
+    max_unread_tokens: int = 65_536
+    max_pause_s: float = 60.0
+
+    def verdict(self, num_unread: int, *, is_paused: bool) -> Verdict:
+        """What to do now that so many tokens are unread."""
+        if num_unread <= self.max_unread_tokens:
+            return Verdict.GO_ON
+        if self.slow_client == "cut":
+            return Verdict.GIVE_UP
+        if not is_paused:
+            return Verdict.PAUSE
+        is_heeded = num_unread <= 2 * self.max_unread_tokens + _MAX_TOKENS_ON_THEIR_WAY
+        return Verdict.GO_ON if is_heeded else Verdict.GIVE_UP
+
+    def may_go_on(self, num_unread: int) -> bool:
+        """Whether enough has been read of something that is paused."""
+        return num_unread <= self.max_unread_tokens // 2
+
+
+class Pauses(Generic[T]):
+    """What is paused, by key, and since when; the caller is the only writer."""
+
+    def __init__(self, max_pause_s: float) -> None:
+        self._max_pause_s = max_pause_s
+        # All may last equally long, so the first to begin is the first to be over.
+        self._began_by_key: dict[int, tuple[float, T]] = {}
+
+    def __len__(self) -> int:
+        return len(self._began_by_key)
+
+    def begin(self, key: int, item: T, now: float) -> None:
+        """It is paused; it must not be already. Times only grow."""
+        assert key not in self._began_by_key, f"{key} is paused already"
+        self._began_by_key[key] = (now, item)
+
+    def end(self, key: int, now: float) -> float:
+        """It is paused no more; for how many seconds it was, 0 if it was not."""
+        entry = self._began_by_key.pop(key, None)
+        return 0.0 if entry is None else now - entry[0]
+
+    def due(self, now: float) -> list[T]:
+        """What has been paused for too long; it stays paused until `end`."""
+        found = []
+        for began, item in self._began_by_key.values():
+            if began + self._max_pause_s > now:
+                break
+            found.append(item)
+        return found
+
+    def next(self) -> float | None:
+        """When the next one will have been paused for too long."""
+        for began, _ in self._began_by_key.values():
+            return began + self._max_pause_s
+        return None

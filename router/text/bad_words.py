@@ -1,0 +1,30 @@
+"""How a word that must not come out looks in tokens.
+
+A model may write it at the start of its output, after a space or on a new line, and tokenizers
+have other tokens for these. So a word is forbidden in each; one that begins with a space is meant
+so, and only so.
+"""
+
+from router.text.tokenizer import TextTokenizer
+
+
+def bad_word_sequences(word: str, tokenizer: TextTokenizer) -> list[list[int]]:
+    """Token sequences that spell the word, distinct; none where the tokenizer drops all of it."""
+    spellings = [_encode(word, tokenizer)]
+    if not word.startswith(" "):
+        spellings += [_encode(f" {word}", tokenizer), _on_a_new_line(word, tokenizer)]
+    distinct = dict.fromkeys(tuple(ids) for ids in spellings if ids)
+    return [list(ids) for ids in distinct]
+
+
+def _on_a_new_line(word: str, tokenizer: TextTokenizer) -> list[int]:
+    """Its tokens where no space comes before, though the tokenizer puts one before every text."""
+    line_break = _encode("\n", tokenizer)
+    ids = _encode(f"\n{word}", tokenizer)
+    is_apart = ids[: len(line_break)] == line_break
+    return ids[len(line_break) :] if is_apart else []
+
+
+def _encode(text: str, tokenizer: TextTokenizer) -> list[int]:
+    ids: list[int] = tokenizer.encode(text, add_special_tokens=False).tolist()
+    return ids

@@ -1,0 +1,59 @@
+import pytest
+
+from router.core.pauses import Pauses, UnreadLimits, Verdict
+
+
+@pytest.mark.parametrize(
+    ("num_unread", "is_paused", "verdict"),
+    [
+        (100, False, Verdict.GO_ON),
+        (101, False, Verdict.PAUSE),
+        (101, True, Verdict.GO_ON),
+        (2 * 100 + 1024, True, Verdict.GO_ON),
+        (2 * 100 + 1025, True, Verdict.GIVE_UP),
+    ],
+)
+def test_too_much_unread_is_paused_and_given_up_if_that_does_not_help(
+    num_unread, is_paused, verdict
+):
+    assert UnreadLimits(max_unread_tokens=100).verdict(num_unread, is_paused=is_paused) is verdict
+
+
+def test_a_slow_client_that_is_to_be_cut_is_never_paused():
+    limits = UnreadLimits(slow_client="cut", max_unread_tokens=100)
+    assert limits.verdict(100, is_paused=False) is Verdict.GO_ON
+    assert limits.verdict(101, is_paused=False) is Verdict.GIVE_UP
+
+
+def test_it_goes_on_when_half_is_read():
+    limits = UnreadLimits(max_unread_tokens=100)
+    assert [limits.may_go_on(num_unread) for num_unread in (100, 51, 50, 0)] == [
+        *(False, False),
+        *(True, True),
+    ]
+    assert UnreadLimits(max_unread_tokens=1).may_go_on(0)
+
+
+def test_pauses_are_due_in_the_order_in_which_they_began():
+    pauses = Pauses(max_pause_s=10.0)
+    assert pauses.next() is None
+    for now, key in enumerate((7, 3, 5)):
+        pauses.begin(key, f"item {key}", float(now))
+    assert pauses.next() == 10.0
+    assert pauses.due(9.9) == []
+    assert pauses.due(11.0) == ["item 7", "item 3"]
+    assert len(pauses) == 3
+    assert pauses.end(7, 11.5) == 11.5
+    assert pauses.next() == 11.0
+
+
+def test_a_pause_that_ended_begins_anew():
+    pauses = Pauses(max_pause_s=10.0)
+    pauses.begin(1, "a", 0.0)
+    pauses.begin(2, "b", 1.0)
+    assert pauses.end(1, 4.0) == 4.0
+    pauses.begin(1, "a", 5.0)
+    assert pauses.next() == 11.0
+    assert pauses.end(2, 6.0) == 5.0
+    assert pauses.next() == 15.0
+    assert pauses.end(9, 6.0) == 0.0

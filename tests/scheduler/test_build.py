@@ -1,0 +1,55 @@
+"""How a worker's own limits and the scheduler's settings make a core's configuration."""
+
+import pytest
+
+from headrace.service.errors import ServiceError
+from headrace.v1 import common_pb2
+from scheduler.build import core_config
+from scheduler.config import SchedulerSettings
+from scheduler.rpc.wire import worker_info
+
+
+def worker(**said: int) -> common_pb2.Worker:
+    return common_pb2.Worker(
+        worker_id="w",
+        max_model_len=64,
+        block_size=4,
+        num_kv_blocks=16,
+        max_num_seqs=8,
+        max_num_batched_tokens=32,
+        vocab_size=100,
+        **said,  # type: ignore[arg-type]  # mypy cannot tell these from the others
+    )
+
+
+@pytest.mark.parametrize(("said", "depth"), [(0, 1), (1, 1), (2, 2), (9, 2)])
+def test_plans_are_made_as_far_ahead_as_the_worker_says(said: int, depth: int) -> None:
+    config = core_config(worker_info(worker(pipeline_depth=said)), SchedulerSettings())
+    assert config.pipeline_depth == depth
+
+
+@pytest.mark.parametrize("depth", [1, 2])
+def test_a_setting_wins_over_what_the_worker_says(depth: int) -> None:
+    info = worker_info(worker(pipeline_depth=3 - depth))
+    assert core_config(info, SchedulerSettings(pipeline_depth=depth)).pipeline_depth == depth
+
+
+def test_drafts_are_verified_only_where_each_plan_waits_for_the_last_result() -> None:
+    info = worker_info(worker(num_spec_tokens=3, pipeline_depth=1))
+    assert core_config(info, SchedulerSettings()).num_spec_tokens == 3
+    assert core_config(info, SchedulerSettings(pipeline_depth=2)).num_spec_tokens == 0
+
+
+def test_settings_narrow_a_workers_limits_and_never_widen_them() -> None:
+    info = worker_info(worker())
+    narrow = core_config(info, SchedulerSettings(max_num_seqs=2, max_num_batched_tokens=16))
+    assert (narrow.max_num_seqs, narrow.max_num_batched_tokens) == (2, 16)
+    wide = core_config(info, SchedulerSettings(max_num_seqs=99, max_num_batched_tokens=99))
+    assert (wide.max_num_seqs, wide.max_num_batched_tokens) == (8, 32)
+
+
+def test_a_worker_that_says_nonsense_is_refused_with_the_field() -> None:
+    message = worker()
+    message.block_size = 0
+    with pytest.raises(ServiceError, match="block_size"):
+        worker_info(message)
