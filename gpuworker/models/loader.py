@@ -21,7 +21,7 @@ from gpuworker.models.experts import (
     has_grouped_product,
 )
 from gpuworker.models.linear import Linear, make_linear
-from gpuworker.models.mlp import GatedMlp, Mlp, gated
+from gpuworker.models.mlp import GatedMlp, Mlp
 from gpuworker.models.source import WeightSource
 
 Progress = Callable[[int, int], None]
@@ -170,7 +170,7 @@ class _Loader:
         return GroupedExperts(
             gate_up,
             down,
-            partial(gated, activation=config.activation),
+            partial(self._ops.gate, activation=config.activation),
             is_grouped_in_graphs=has_grouped_product(self._device, self._dtype),
         )
 

@@ -16,12 +16,8 @@ import msgspec
 
 # Every section that some service reads: they share one file, so each must know the others' names.
 SECTIONS = (
-<<<<<<< HEAD
-    *("router", "tenant", "tenants", "scheduler", "pool", "gpuworker", "kv_cache"),
-=======
     *("router", "streams", "tenant", "tenants", "scheduler", "pool", "gpuworker"),
->>>>>>> main
-    *("serving", "channel", "process"),
+    *("kv_cache", "serving", "channel", "process"),
 )
 
 T = TypeVar("T", bound=msgspec.Struct)

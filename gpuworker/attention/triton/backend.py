@@ -75,7 +75,7 @@ class TritonAttention(AttentionBackend):
 
     def __init__(self, setup: AttentionSetup, target: Target, device: torch.device) -> None:
         if setup.kv_dtype in FLOAT8_TYPES and setup.kv_dtype != float8_type(target):
-            raise ValueError(f"kv_cache_dtype: {target.arch} has no {setup.kv_dtype}")
+            raise ValueError(f"kv-cache-dtype: {target.arch} has no {setup.kv_dtype}")
         shape = setup.shape
         self._setup = setup
         self._target = target

@@ -12,12 +12,8 @@ from gpuworker.core.plan import SamplingSettings
 from gpuworker.models.config import Rope
 from gpuworker.models.errors import UnsupportedModelError
 from gpuworker.models.families import model_config
-<<<<<<< HEAD
-from gpuworker.models.rope import rope_tables
-=======
 from gpuworker.models.loader import _Loader
-from gpuworker.models.rope import RopeTable
->>>>>>> main
+from gpuworker.models.rope import rope_tables
 from tests.gpuworker.driver import Driver
 from tests.gpuworker.tiny import LLAMA, VOCAB_SIZE, make_runner, save_checkpoint
 
