@@ -13,12 +13,13 @@ from gpuworker.attention.cpu import TorchAttention
 from gpuworker.attention.interface import AttentionBackend, LayerKv
 from gpuworker.attention.native import NativeAttention
 from gpuworker.attention.native_library import NativeUnavailableError
-from gpuworker.config import WorkerSettings
+from gpuworker.attention.triton.device import detect, float8_type
+from gpuworker.config import KvCacheSettings, WorkerSettings
 from gpuworker.core.input_batch import BatchLimits
 from gpuworker.device.transfers import CudaTransfers, HostTransfers, Transfers
 from gpuworker.forward import Forward
+from gpuworker.kernels.choice import ops_for
 from gpuworker.kernels.ops import Ops
-from gpuworker.kernels.twins import TorchOps
 from gpuworker.models.config import ModelConfig
 from gpuworker.models.decoder import Decoder
 from gpuworker.models.loader import Progress, load_decoder, with_max_model_len
@@ -39,12 +40,15 @@ class Engine:
     runner: ModelRunner
     device: str  # e.g. "cpu" or "NVIDIA H100 80GB"
     dtype: str  # e.g. "float32"
+    kv_dtype: str
     # Steps that it gains from having in flight: on a CPU, or with drafts, one is done before the
     # next can begin.
     pipeline_depth: int = 1
 
 
-def load_engine(settings: WorkerSettings, model: Path, progress: Progress) -> Engine:
+def load_engine(
+    settings: WorkerSettings, kv_cache: KvCacheSettings, model: Path, progress: Progress
+) -> Engine:
     """Loads the model and allocates its KV pool; takes seconds to minutes.
 
     To be called on the thread that will run the model.
@@ -60,10 +64,14 @@ def load_engine(settings: WorkerSettings, model: Path, progress: Progress) -> En
     source = open_source(model)
     source.config = with_max_model_len(source.config, settings.max_model_len)
     dtype = _dtype(settings.dtype, device)
+    kv_dtype = _kv_dtype(kv_cache.kv_cache_dtype, device, dtype)
     decoder = load_decoder(source, device, dtype, progress)
-    limits = _limits(settings, source.config, source.eos_token_ids, (device, dtype))
-    kv = kv_pool.allocate(source.config, limits.num_kv_blocks, limits.block_size, dtype, device)
-    attention = attention_backend(settings.attention, limits, source.config, (device, dtype))
+    place = (device, kv_dtype)
+    limits = _limits(settings, kv_cache, source.config, source.eos_token_ids, place)
+    kv = kv_pool.allocate(source.config, limits.num_kv_blocks, limits.block_size, kv_dtype, device)
+    attention = attention_backend(
+        settings.attention, limits, source.config, (device, dtype), kv_dtype
+    )
     parts = DeviceParts.of(device)
     runner = build_runner(decoder, attention, kv, limits, parts, settings.num_spec_tokens)
     is_ahead = device.type != "cpu" and settings.num_spec_tokens == 0
@@ -71,6 +79,7 @@ def load_engine(settings: WorkerSettings, model: Path, progress: Progress) -> En
         runner,
         _device_name(device),
         str(dtype).removeprefix("torch."),
+        str(kv_dtype).removeprefix("torch."),
         pipeline_depth=2 if is_ahead else 1,
     )
 
@@ -85,12 +94,8 @@ class DeviceParts:
     @staticmethod
     def of(device: torch.device) -> "DeviceParts":
         """The fused kernels on a GPU, torch's own elsewhere."""
-        if device.type == "cpu":
-            return DeviceParts(TorchOps(), HostTransfers())
-        # Triton is imported only where it runs.
-        from gpuworker.kernels.fused import TritonOps
-
-        return DeviceParts(TritonOps(), CudaTransfers(device))
+        is_cpu = device.type == "cpu"
+        return DeviceParts(ops_for(device), HostTransfers() if is_cpu else CudaTransfers(device))
 
 
 def build_runner(
@@ -134,10 +139,34 @@ def _dtype(name: str, device: torch.device) -> torch.dtype:
     return torch.float32 if device.type == "cpu" else torch.bfloat16
 
 
+def _kv_dtype(name: str, device: torch.device, dtype: torch.dtype) -> torch.dtype:
+    """The pool's type: the model's, or the device's eight-bit float.
+
+    Raises:
+        ValueError: the device has none.
+    """
+    if name == "auto":
+        return dtype
+    if device.type == "cpu":
+        return torch.float8_e4m3fn
+    target = detect(device)
+    float8 = float8_type(target)
+    if float8 is None:
+        raise ValueError(
+            f"kv-cache-dtype fp8: {target.arch} has no eight-bit floats (NVIDIA has them from "
+            "sm89 on, AMD on gfx942); leave it at auto"
+        )
+    return float8
+
+
 def attention_backend(
-    name: str, limits: BatchLimits, config: ModelConfig, place: tuple[torch.device, torch.dtype]
+    name: str,
+    limits: BatchLimits,
+    config: ModelConfig,
+    place: tuple[torch.device, torch.dtype],
+    kv_dtype: torch.dtype,
 ) -> AttentionBackend:
-    """The backend of that name, or for "auto" the best there is.
+    """The backend of that name, or for "auto" the best there is; place is the model's.
 
     Raises:
         ValueError: the one asked for cannot run here.
@@ -151,8 +180,8 @@ def attention_backend(
         return TorchAttention(shape, config.attention.num_heads, device)
     try:
         if best == "native":
-            return NativeAttention(shape, config.attention.num_heads, dtype)
-        return _triton_attention(limits, config, device, dtype)
+            return NativeAttention(shape, config.attention.num_heads, dtype, kv_dtype)
+        return _triton_attention(limits, config, device, kv_dtype)
     except (NativeUnavailableError, ImportError) as error:
         if name == best:
             raise ValueError(f"attention {name}: {error}") from error
@@ -161,16 +190,15 @@ def attention_backend(
 
 
 def _triton_attention(
-    limits: BatchLimits, config: ModelConfig, device: torch.device, dtype: torch.dtype
+    limits: BatchLimits, config: ModelConfig, device: torch.device, kv_dtype: torch.dtype
 ) -> AttentionBackend:
     """The GPU kernels; triton is imported only where they run."""
     from gpuworker.attention.triton.backend import AttentionSetup, TritonAttention
-    from gpuworker.attention.triton.device import detect
 
     setup = AttentionSetup(
         shape=kv_pool.kv_shape(config, limits.num_kv_blocks, limits.block_size),
         num_heads=config.attention.num_heads,
-        kv_dtype=dtype,
+        kv_dtype=kv_dtype,
         windows=tuple({layer.sliding_window for layer in config.layers}),
         max_num_seqs=limits.max_num_seqs,
         max_num_batched_tokens=limits.max_num_batched_tokens,
@@ -181,24 +209,25 @@ def _triton_attention(
 
 def _limits(
     settings: WorkerSettings,
+    kv_cache: KvCacheSettings,
     config: ModelConfig,
     eos_token_ids: tuple[int, ...],
-    place: tuple[torch.device, torch.dtype],
+    pool_place: tuple[torch.device, torch.dtype],
 ) -> BatchLimits:
     """Sizes of rows and pool, from the settings, the model and the memory that is left."""
-    device, dtype = place
+    device, kv_dtype = pool_place
     is_cpu = device.type == "cpu"
-    block_size = settings.block_size or (16 if is_cpu else 64)
+    block_size = kv_cache.block_size or (16 if is_cpu else 64)
     max_num_batched_tokens = settings.max_num_batched_tokens or (512 if is_cpu else 8192)
     if settings.max_num_seqs < 1 or max_num_batched_tokens < 1:
         raise ValueError("max-num-seqs and max-num-batched-tokens must be at least 1")
-    num_kv_blocks = settings.num_kv_blocks
+    num_kv_blocks = kv_cache.num_kv_blocks
     if num_kv_blocks is None:
-        pool_bytes = settings.kv_cache_memory_bytes or kv_pool.available_bytes(device)
+        pool_bytes = kv_cache.kv_cache_memory_bytes or kv_pool.available_bytes(device)
         blocks_per_request = -(-config.max_model_len // block_size)
         num_kv_blocks = kv_pool.num_blocks_that_fit(
             pool_bytes,
-            kv_pool.block_bytes(config, block_size, dtype),
+            kv_pool.block_bytes(config, block_size, kv_dtype),
             settings.max_num_seqs * blocks_per_request,
         )
     elif num_kv_blocks < 1:

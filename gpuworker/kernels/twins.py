@@ -1,6 +1,4 @@
-"""The passes between products in plain torch: what the fused kernels must equal, and what a CPU
-runs.
-"""
+"""The passes between products in plain torch: what a CPU runs and the fused kernels must equal."""
 
 import torch
 from torch.nn import functional
@@ -19,8 +17,6 @@ from gpuworker.kernels.ops import (
 )
 from gpuworker.sampling.draw import draw
 
-EIGHT_BIT_TYPES = (torch.float8_e4m3fn, torch.float8_e4m3fnuz)
-
 
 class TorchOps(Ops):
     """Every pass as torch has it, on any device."""
@@ -30,15 +26,13 @@ class TorchOps(Ops):
     ) -> torch.Tensor:
         if update is not None:
             residual.add_(update)
-        wide = residual.float()
-        scale = (wide.square().mean(-1, keepdim=True) + eps).rsqrt()
-        return (wide * scale).to(residual.dtype) * weight
+        return _rms_norm(residual, weight, eps)
 
     def gate(self, gate_up: torch.Tensor, activation: Activation) -> torch.Tensor:
         gate, up = gate_up.chunk(2, dim=-1)
         if activation == "silu":
-            return functional.silu(gate.float()).to(gate.dtype) * up
-        return functional.gelu(gate.float(), approximate="tanh").to(gate.dtype) * up
+            return functional.silu(gate).mul_(up)
+        return functional.gelu(gate, approximate="tanh").mul_(up)
 
     def rotate_and_write(
         self,
@@ -48,26 +42,19 @@ class TorchOps(Ops):
         norms: HeadNorms | None,
         rope: RopeTables | None,
     ) -> torch.Tensor:
-        num_kv_heads, page = kv.key.shape[1], kv.key.shape[2]
-        num_heads = qkv.shape[1] - 2 * num_kv_heads
-        counts = [num_heads, num_kv_heads, num_kv_heads]
-        query, key, value = torch.split(qkv.float(), counts, dim=1)
+        num_kv_heads = kv.key.shape[1]
+        num_turned = qkv.shape[1] - num_kv_heads
+        num_heads = num_turned - num_kv_heads
+        # Queries and keys lie next to each other: one rotation serves both.
+        heads, value = qkv[:, :num_turned], qkv[:, num_turned:]
         if norms is not None:
-            query = _head_norm(query, norms.query, norms.eps)
-            key = _head_norm(key, norms.key, norms.eps)
+            query = _rms_norm(heads[:, :num_heads], norms.query, norms.eps)
+            key = _rms_norm(heads[:, num_heads:], norms.key, norms.eps)
+            heads = torch.cat((query, key), dim=1)
         if rope is not None:
-            query = _rotate(query, places.positions, rope)
-            key = _rotate(key, places.positions, rope)
-        written = (places.slots >= 0).nonzero().squeeze(1)
-        slots = places.slots[written].long()
-        for pool, new in ((kv.key, key), (kv.value, value)):
-            heads = new[written]
-            if pool.dtype in EIGHT_BIT_TYPES:
-                limit = torch.finfo(pool.dtype).max
-                heads = heads.clamp(-limit, limit)
-            pool[slots // page, :, slots % page] = heads.to(pool.dtype)
-        queries: torch.Tensor = query.to(qkv.dtype)
-        return queries
+            heads = _rotate(heads, *places.rope_rows(rope, heads.dtype))
+        places.attention.write(kv, heads[:, num_heads:], value)
+        return heads[:, :num_heads]
 
     def edit_logits(self, logits: torch.Tensor, edits: LogitEdits) -> None:
         used = (edits.rows >= 0).nonzero().squeeze(1)
@@ -114,18 +101,28 @@ def _penalize(logits: torch.Tensor, a: Adjustments, i: int) -> None:
     logits.copy_(torch.where(counts > 0, values - loss, values))
 
 
-def _head_norm(heads: torch.Tensor, weight: torch.Tensor, eps: float) -> torch.Tensor:
-    scale = (heads.square().mean(-1, keepdim=True) + eps).rsqrt()
-    return heads * scale * weight.float()
+def _rms_norm(x: torch.Tensor, weight: torch.Tensor, eps: float) -> torch.Tensor:
+    wide = x.float()
+    scale = wide.square().mean(-1, keepdim=True).add_(eps).rsqrt_()
+    return (wide * scale).mul_(weight).to(x.dtype)
 
 
-def _rotate(heads: torch.Tensor, positions: torch.Tensor, rope: RopeTables) -> torch.Tensor:
-    half = rope.cosines.shape[1]
-    cosine, sine = rope.cosines[positions][:, None], rope.sines[positions][:, None]
-    sizes = [half, half, heads.shape[-1] - 2 * half]
-    first, second, rest = torch.split(heads, sizes, dim=-1)
-    turned = (first * cosine - second * sine, second * cosine + first * sine)
-    return torch.cat((*turned, rest), dim=-1)
+def _rotate(heads: torch.Tensor, cosines: torch.Tensor, sines: torch.Tensor) -> torch.Tensor:
+    """A rotated copy of heads, [num_tokens, num_heads, head_dim]; see TokenPlaces.rope_rows."""
+    rotary_dim = cosines.shape[-1]
+    if rotary_dim == heads.shape[-1]:
+        return _turn(heads, cosines, sines)
+    turned = _turn(heads[..., :rotary_dim], cosines, sines)
+    return torch.cat((turned, heads[..., rotary_dim:]), dim=-1)
+
+
+def _turn(heads: torch.Tensor, cosines: torch.Tensor, sines: torch.Tensor) -> torch.Tensor:
+    half = sines.shape[-1]
+    first, second = heads[..., :half], heads[..., half:]
+    turned = heads * cosines
+    turned[..., :half].addcmul_(second, sines, value=-1)
+    turned[..., half:].addcmul_(first, sines)
+    return turned
 
 
 def _bits(words: torch.Tensor, num_bits: int) -> torch.Tensor:

@@ -298,3 +298,19 @@ def test_a_reset_runner_has_no_rows(driver: Driver) -> None:
     )
     with pytest.raises(PlanError, match="row 0 is empty"):
         driver.runner.execute(plan)
+
+
+def test_eight_bit_keys_and_values_change_what_is_likely_only_a_little(checkpoint: Path) -> None:
+    every_token = SamplingSettings(temperature=0.0, num_logprobs=VOCAB_SIZE)
+    prompt = prompts(1, seed=5)[0] * 3
+    by_dtype = {}
+    for kv_dtype in (torch.float32, torch.float8_e4m3fn):
+        driver = Driver(make_runner(checkpoint, attention="torch", kv_dtype=kv_dtype))
+        driver.add(0, prompt, every_token)
+        columns = driver.step({0: len(prompt)}).logprobs[0].tokens
+        logprobs = np.empty(VOCAB_SIZE)
+        logprobs[columns.top_token_ids[0]] = columns.top_logprobs[0]
+        by_dtype[kv_dtype] = logprobs
+    wide, narrow = by_dtype.values()
+    distance = np.abs(wide - narrow).max()
+    assert 0 < distance < 0.1, f"log probabilities differ by {distance}"

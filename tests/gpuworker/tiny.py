@@ -48,6 +48,7 @@ def make_runner(
     dtype: torch.dtype = torch.float32,
     num_spec_tokens: int = 0,
     attention: str = "auto",
+    kv_dtype: torch.dtype | None = None,
     parts: DeviceParts | None = None,
     max_model_len: int | None = None,
 ) -> ModelRunner:
@@ -57,7 +58,8 @@ def make_runner(
     source.config = with_max_model_len(source.config, max_model_len)
     decoder = load_decoder(source, device, dtype, lambda _done, _all: None)
     config = source.config
-    kv = kv_pool.allocate(config, num_kv_blocks, block_size, dtype, device)
+    kv_dtype = kv_dtype or dtype
+    kv = kv_pool.allocate(config, num_kv_blocks, block_size, kv_dtype, device)
     for layer in kv:
         layer.key.fill_(torch.nan)
         layer.value.fill_(torch.nan)
@@ -70,7 +72,7 @@ def make_runner(
         vocab_size=config.vocab_size,
         eos_token_ids=source.eos_token_ids,
     )
-    backend = attention_backend(attention, limits, config, (device, dtype))
+    backend = attention_backend(attention, limits, config, (device, dtype), kv_dtype)
     return build_runner(
         decoder, backend, kv, limits, parts or DeviceParts.of(device), num_spec_tokens
     )

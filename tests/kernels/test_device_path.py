@@ -89,9 +89,10 @@ def device_runner(
         max_num_batched_tokens=limits.max_num_batched_tokens,
         max_model_len=limits.max_model_len,
     )
-    decoder = load_decoder(source, CPU, torch.float32, lambda _done, _all: None)
+    ops = TritonOps()
+    decoder = load_decoder(source, CPU, torch.float32, lambda _done, _all: None, ops)
     attention = TritonAttention(setup, Target("sm80", 1), CPU)
-    runner = build_runner(decoder, attention, kv, limits, late_parts(TritonOps()))
+    runner = build_runner(decoder, attention, kv, limits, late_parts(ops))
     if graphs is not None:
         with torch.inference_mode():
             runner.forward.capture(SIZES, graphs, lambda _done, _all: None)
