@@ -121,7 +121,13 @@ def _load(settings: WorkerSettings, kv_cache: KvCacheSettings) -> Any:
     started = time.monotonic()
     try:
         path = resolve(settings.model)
-        engine = load_engine(settings, kv_cache, path, _ProgressLog())
+        engine = load_engine(
+            settings,
+            kv_cache,
+            path,
+            loading=_ProgressLog("loading: %d of %d tensors (%d %%)"),
+            capturing=_ProgressLog("capturing: %d of %d CUDA graphs (%d %%)"),
+        )
     except (
         ModelFilesError,
         WeightError,
@@ -148,16 +154,16 @@ def _load(settings: WorkerSettings, kv_cache: KvCacheSettings) -> Any:
 
 
 class _ProgressLog:
-    """Logs how far loading is, every few seconds."""
+    """Logs how far something is, every few seconds; text takes done, of how many, and percent."""
 
-    def __init__(self) -> None:
+    def __init__(self, text: str) -> None:
+        self._text = text
         self._next_s = time.monotonic() + _PROGRESS_EVERY_S
 
-    def __call__(self, num_read: int, num_tensors: int) -> None:
+    def __call__(self, num_done: int, num_all: int) -> None:
         if time.monotonic() >= self._next_s:
             self._next_s = time.monotonic() + _PROGRESS_EVERY_S
-            percent = 100 * num_read // num_tensors
-            logger.info("loading: %d of %d tensors (%d %%)", num_read, num_tensors, percent)
+            logger.info(self._text, num_done, num_all, 100 * num_done // num_all)
 
 
 if __name__ == "__main__":

@@ -11,7 +11,7 @@ from gpuworker.attention.cpu import TorchAttention
 from gpuworker.attention.native import NativeAttention
 from gpuworker.attention.triton.configs import Target
 from gpuworker.config import KvCacheSettings, WorkerSettings
-from gpuworker.engine import Engine, load_engine
+from gpuworker.engine import DeviceParts, Engine, load_engine
 from gpuworker.kv_pool import KvPoolError, block_bytes, num_blocks_that_fit
 from gpuworker.models.source import open_source
 from tests.gpuworker.tiny import LLAMA, save_checkpoint
@@ -24,10 +24,17 @@ def checkpoint(tmp_path_factory: pytest.TempPathFactory) -> Path:
     return folder
 
 
-def load(folder: Path, **settings: object) -> Engine:
+def load(folder: Path, parts: DeviceParts | None = None, **settings: object) -> Engine:
     given = {"device": "cpu", "num_kv_blocks": 9} | settings
     of_pool = {name: given.pop(name) for name in KvCacheSettings.__struct_fields__ if name in given}
-    return load_engine(WorkerSettings(**given), KvCacheSettings(**of_pool), folder, lambda *_: None)
+    return load_engine(
+        WorkerSettings(**given),
+        KvCacheSettings(**of_pool),
+        folder,
+        loading=lambda *_: None,
+        capturing=lambda *_: None,
+        parts=parts,
+    )
 
 
 def test_a_cpu_gets_float32_blocks_of_16_and_512_tokens_a_step(checkpoint: Path) -> None:
