@@ -72,8 +72,17 @@ class WorkerResult:
     elapsed_s: float
 
 
+@dataclass(frozen=True, slots=True)
+class Draining:
+    """Instead of a result: the worker is shutting down, and ends when its stream does."""
+
+
 class WorkerLostError(Exception):
     """The worker is gone, or does not keep to the protocol; nothing more comes from it."""
+
+
+class WorkerDrainedError(WorkerLostError):
+    """The worker is shutting down, and nothing is left for it to do."""
 
 
 class WorkerUnavailableError(Exception):
@@ -90,8 +99,8 @@ class WorkerStream(Protocol):
             WorkerLostError: when the stream is broken.
         """
 
-    async def receive(self) -> WorkerResult:
-        """The result of the oldest plan without one.
+    async def receive(self) -> WorkerResult | Draining:
+        """The result of the oldest plan without one, or, once, that the worker is draining.
 
         Raises:
             WorkerLostError: when the stream is broken.

@@ -59,15 +59,26 @@ class Identity:
     incarnation: str = field(default_factory=lambda: uuid.uuid4().hex)
 
 
+class _DrainingNotice:
+    """Takes the place of a result: the scheduler is told that we shut down."""
+
+
 class _Stream:
     """One Execute call: futures of results in the order of plans, ended by None or an error."""
 
     def __init__(self) -> None:
         self.is_current = True
-        self.results: asyncio.Queue[asyncio.Future[StepResult] | ServiceError | None] = (
-            asyncio.Queue()
-        )
+        self.results: asyncio.Queue[
+            asyncio.Future[StepResult] | _DrainingNotice | ServiceError | None
+        ] = asyncio.Queue()
         self.room = asyncio.Semaphore(_MAX_PLANS_AHEAD)
+        self._is_draining_announced = False
+
+    def announce_draining(self) -> None:
+        """Tells the scheduler, once, behind the results that are due."""
+        if self.is_current and not self._is_draining_announced:
+            self._is_draining_announced = True
+            self.results.put_nowait(_DrainingNotice())
 
 
 class GpuWorkerService(gpuworker_pb2_grpc.GpuWorkerServicer):
@@ -98,8 +109,13 @@ class GpuWorkerService(gpuworker_pb2_grpc.GpuWorkerServicer):
         self._engine = engine
 
     async def drain(self, timeout_s: float) -> bool:
-        """Takes no new stream; waits until every row is freed. False when that took too long."""
+        """Takes no new stream, tells the one there is, and waits until every row is freed.
+
+        False when that took too long.
+        """
         self._is_draining = True
+        if self._stream is not None:
+            self._stream.announce_draining()
         try:
             async with asyncio.timeout(timeout_s):
                 await self._is_idle.wait()
@@ -157,6 +173,9 @@ class GpuWorkerService(gpuworker_pb2_grpc.GpuWorkerServicer):
                     return
                 if isinstance(result, ServiceError):
                     raise result
+                if isinstance(result, _DrainingNotice):
+                    yield gpuworker_pb2.StepResult(draining=True)
+                    continue
                 yield wire.step_result(await self._finished(result))
                 stream.room.release()
         finally:

@@ -431,6 +431,9 @@ async def test_a_draining_worker_finishes_what_it_has_and_takes_no_stream(worker
     assert described.worker.state == common_pb2.WORKER_STATE_DRAINING
     worker.runner.gate.set()
     assert tokens_of(await call.read())
+    notice = await call.read()
+    assert notice.draining
+    assert notice.step_id == 0
     await call.write(next_plan(2))
     assert tokens_of(await call.read())
     assert not draining.done()
