@@ -87,7 +87,7 @@ async def worker(checkpoint: Path) -> AsyncIterator[Worker]:
 
 
 def load(worker: Worker) -> None:
-    worker.service.set_engine(Engine(worker.runner, "cpu", "float32"))
+    worker.service.set_engine(Engine(worker.runner, "cpu", "float32", "float32"))
 
 
 def first_plan(row: int = 2, block: int = 5) -> gpuworker_pb2.StepPlan:
