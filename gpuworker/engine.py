@@ -17,7 +17,7 @@ from gpuworker.config import KvCacheSettings, WorkerSettings
 from gpuworker.core.input_batch import BatchLimits
 from gpuworker.models.config import ModelConfig
 from gpuworker.models.loader import Progress, load_decoder, with_max_model_len
-from gpuworker.models.source import open_source
+from gpuworker.models.source import WeightSource, open_source
 from gpuworker.runner import ModelRunner
 
 logger = logging.getLogger(__name__)
@@ -47,10 +47,16 @@ def load_engine(
         KvPoolError: there is no memory for a KV pool.
         ValueError: a setting does not fit the model or the machine.
     """
+    return engine_of(open_source(model), settings, kv_cache, progress)
+
+
+def engine_of(
+    source: WeightSource, settings: WorkerSettings, kv_cache: KvCacheSettings, progress: Progress
+) -> Engine:
+    """As load_engine, with weights from anywhere."""
     if settings.num_spec_tokens < 0:
         raise ValueError("num-spec-tokens must be at least 0")
     device = _device(settings.device)
-    source = open_source(model)
     source.config = with_max_model_len(source.config, settings.max_model_len)
     dtype = _dtype(settings.dtype, device)
     kv_dtype = _kv_dtype(kv_cache.kv_cache_dtype, device, dtype)
