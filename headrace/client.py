@@ -336,8 +336,7 @@ def _deltas(response: inference_pb2.GenerateResponse) -> Iterator[Delta]:
     """One delta per output; what belongs to the whole request goes with the last or first."""
     usage = None
     if response.HasField("usage"):
-        u = response.usage
-        usage = Usage(u.prompt_tokens, u.completion_tokens, u.cached_tokens)
+        usage = Usage(**{f.name: getattr(response.usage, f.name) for f in fields(Usage)})
     prompt_logprobs = _logprobs(response.prompt_logprobs)
     last = len(response.outputs) - 1
     if last < 0:

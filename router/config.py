@@ -6,7 +6,7 @@ import msgspec
 
 from headrace.service.config import help_text
 from router.core.admission import Limits, TenantLimits
-from router.core.global_queue import Policy
+from router.core.line import Policy
 from router.core.pauses import SlowClient, UnreadLimits
 from router.rules import Rules
 

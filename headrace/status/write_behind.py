@@ -16,11 +16,12 @@ logger = logging.getLogger(__name__)
 
 # Encoding a batch holds up the event loop that also streams tokens; this many take it 2 ms.
 _MAX_BATCH_REQUESTS = 64
+# Between two batches, unless a full one waits: a batch costs as much as ten requests' records.
+_BATCH_GAP_S = 0.02
 _FIRST_BACKOFF_S = 0.05
 _MAX_BACKOFF_S = 2.0
 # The router's DISPATCHED and the scheduler's RUNNING race by milliseconds; seconds mean that the
 # other writer is gone.
-_EARLY_PAUSE_S = 0.02
 _EARLY_PATIENCE_S = 5.0
 
 
@@ -111,8 +112,8 @@ class WriteBehind:
             backoff_s = _FIRST_BACKOFF_S
             self.num_refused += batch.num_refused
             self._put_back(self._early_rest(taken, batch.early))
-            if any(batch.early):
-                await asyncio.sleep(_EARLY_PAUSE_S)
+            if any(batch.early) or len(self._pending) < _MAX_BATCH_REQUESTS:
+                await asyncio.sleep(_BATCH_GAP_S)
 
     def _take(self) -> dict[str, _Chain]:
         """The oldest chains, no longer pending."""

@@ -74,6 +74,8 @@ class FakeInference(inference_pb2_grpc.InferenceServicer):
         response.usage.prompt_tokens = 7
         response.usage.completion_tokens = len(words)
         response.usage.cached_tokens = 3
+        response.usage.draft_tokens = 5
+        response.usage.accepted_draft_tokens = 4
         yield response
 
     @staticmethod

@@ -61,6 +61,17 @@ async def test_updates_of_both_writers_arrive_in_order_whoever_is_first(embedded
         assert record.completion_tokens == 4
 
 
+async def test_what_is_recorded_close_together_is_written_together(monkeypatch):
+    monkeypatch.setattr(write_behind, "_BATCH_GAP_S", 0.3)
+    store = ScriptedStore()
+    async with running(behind(store)) as writer:
+        for number in range(4):
+            writer.put(update(State.QUEUED, request_id=f"r{number}"))
+            await asyncio.sleep(0)
+        assert await writer.flush(5)
+    assert [len(batch) for batch in store.written] == [1, 3]
+
+
 async def test_recording_goes_on_when_the_store_dies_and_catches_up(embedded):
     async with StatusStore(embedded.url, Writer.ROUTER) as store, running(store):
         store.record(update(State.QUEUED))
