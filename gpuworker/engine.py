@@ -8,7 +8,13 @@ from pathlib import Path
 import torch
 
 from gpuworker import kv_pool
+from gpuworker.attention import flashinfer
 from gpuworker.attention.cpu import TorchAttention
+from gpuworker.attention.flashinfer import (
+    FlashInferAttention,
+    FlashInferSetup,
+    FlashInferUnavailableError,
+)
 from gpuworker.attention.interface import AttentionBackend
 from gpuworker.attention.native import NativeAttention
 from gpuworker.attention.native_library import NativeUnavailableError
@@ -22,6 +28,8 @@ from gpuworker.runner import ModelRunner
 
 logger = logging.getLogger(__name__)
 
+# The first is the best where it runs.
+_ATTENTION_BY_DEVICE = {"cpu": ("native", "torch"), "cuda": ("triton", "flashinfer", "torch")}
 _DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16, "float16": torch.float16}
 
 
@@ -127,17 +135,20 @@ def attention_backend(
     """
     device, dtype = place
     shape = kv_pool.kv_shape(config, limits.num_kv_blocks, limits.block_size)
-    best = "native" if device.type == "cpu" else "triton"
-    if name not in {"auto", "torch", best}:
+    best, *others = _ATTENTION_BY_DEVICE[device.type]
+    if name not in {"auto", best, *others}:
         raise ValueError(f"attention {name}: does not run on {device.type}")
     if name == "torch":
         return TorchAttention(shape, config.attention.num_heads, device)
     try:
+        if name == "flashinfer":
+            setup = FlashInferSetup(shape, config.attention.num_heads, dtype, kv_dtype)
+            return FlashInferAttention(setup, device, flashinfer.load())
         if best == "native":
             return NativeAttention(shape, config.attention.num_heads, dtype, kv_dtype)
         return _triton_attention(limits, config, device, kv_dtype)
-    except (NativeUnavailableError, ImportError) as error:
-        if name == best:
+    except (NativeUnavailableError, FlashInferUnavailableError, ImportError) as error:
+        if name != "auto":
             raise ValueError(f"attention {name}: {error}") from error
         logger.warning("attention by torch, which is slower: %s", error)
         return TorchAttention(shape, config.attention.num_heads, device)
