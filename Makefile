@@ -9,6 +9,7 @@ STAMP := $(VENV)/.installed
 
 .DEFAULT_GOAL := help
 .PHONY: help setup demo test test-kernels check-kernels bench bench-scheduler bench-control bench-gpu
+.PHONY: bench-drafts
 .PHONY: check format protos docs lock clean
 
 help: ## Say what there is
@@ -49,6 +50,9 @@ bench: $(STAMP) ## Serve the small real model here and load it in three ways
 
 bench-scheduler: $(STAMP) ## What a step costs the scheduling core
 	@$(BIN)/python -m benchmarks.scheduler $(ARGS)
+
+bench-drafts: $(STAMP) ## What speculation is worth: acceptance and speed-up on two prompts
+	@$(BIN)/python -m benchmarks.drafts $(ARGS)
 
 bench-control: $(STAMP) ## What router and scheduler cost, with a worker that answers at once
 	@$(BIN)/python -m benchmarks.control $(ARGS)

@@ -17,7 +17,7 @@ from gpuworker.config import KvCacheSettings, WorkerSettings
 from headrace.service import config, telemetry
 from headrace.service.model_files import ModelFilesError, resolve
 from headrace.service.process import ProcessConfig, run, write_address
-from headrace.service.serving import GrpcServer, ServingConfig, wait_for_signal
+from headrace.service.serving import GrpcServer, ServingConfig, stop_asked
 
 logger = logging.getLogger("gpuworker")
 
@@ -79,8 +79,9 @@ async def serve(
     service = GpuWorkerService(identity, model_thread)
     server = GrpcServer(serving, [FULL_NAME], traces.server_interceptors)
     service.add_to(server.server)
+    stop = stop_asked()
     write_address(process, await server.start())
-    stopping = asyncio.create_task(wait_for_signal())
+    stopping = asyncio.create_task(stop.wait())
     loading = asyncio.get_running_loop().run_in_executor(model_thread, _load, gpuworker, kv_cache)
     is_thread_busy = True
     try:
@@ -121,7 +122,13 @@ def _load(settings: WorkerSettings, kv_cache: KvCacheSettings) -> Any:
     started = time.monotonic()
     try:
         path = resolve(settings.model)
-        engine = load_engine(settings, kv_cache, path, _ProgressLog())
+        engine = load_engine(
+            settings,
+            kv_cache,
+            path,
+            loading=_ProgressLog("loading: %d of %d tensors (%d %%)"),
+            capturing=_ProgressLog("capturing: %d of %d CUDA graphs (%d %%)"),
+        )
     except (
         ModelFilesError,
         WeightError,
@@ -148,16 +155,16 @@ def _load(settings: WorkerSettings, kv_cache: KvCacheSettings) -> Any:
 
 
 class _ProgressLog:
-    """Logs how far loading is, every few seconds."""
+    """Logs how far something is, every few seconds; text takes done, of how many, and percent."""
 
-    def __init__(self) -> None:
+    def __init__(self, text: str) -> None:
+        self._text = text
         self._next_s = time.monotonic() + _PROGRESS_EVERY_S
 
-    def __call__(self, num_read: int, num_tensors: int) -> None:
+    def __call__(self, num_done: int, num_all: int) -> None:
         if time.monotonic() >= self._next_s:
             self._next_s = time.monotonic() + _PROGRESS_EVERY_S
-            percent = 100 * num_read // num_tensors
-            logger.info("loading: %d of %d tensors (%d %%)", num_read, num_tensors, percent)
+            logger.info(self._text, num_done, num_all, 100 * num_done // num_all)
 
 
 if __name__ == "__main__":

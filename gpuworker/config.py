@@ -45,6 +45,16 @@ class WorkerSettings(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
             "GPUs, torch runs anywhere."
         ),
     ] = "auto"
+    enforce_eager: Annotated[
+        bool, help_text("Launch every kernel by itself on a GPU, without CUDA graphs.")
+    ] = False
+    cuda_graph_sizes: Annotated[
+        tuple[int, ...],
+        help_text(
+            "Padded numbers of tokens of which a step without chunks is captured; "
+            "1, 2, 4, 8 and multiples of 8 by default."
+        ),
+    ] = ()
 
 
 class KvCacheSettings(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
@@ -58,8 +68,17 @@ class KvCacheSettings(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
         int | None, help_text("KV blocks in the pool; from memory by default.")
     ] = None
     kv_cache_memory_bytes: Annotated[
-        int | None, help_text("Memory of the KV pool; a share of what is free by default.")
+        int | None, help_text("Memory of the KV pool; from what is free by default.")
     ] = None
+    gpu_memory_utilization: Annotated[
+        float,
+        help_text(
+            "Share of a GPU's memory that may be used, by whomever; the pool takes what weights, "
+            "the largest step and CUDA graphs leave of it.",
+            gt=0,
+            le=1,
+        ),
+    ] = 0.9
     kv_cache_dtype: Annotated[
         Literal["auto", "fp8"],
         help_text("auto is the model's own type; fp8 (E4M3) holds twice the tokens of 16 bits."),

@@ -87,6 +87,14 @@ class PreparedStep(Protocol):
     """One step's attention, ready to run once per layer."""
 
     @property
+    def has_fixed_layout(self) -> bool:
+        """Whether it lies where every step of its padded size does, with equally many launches.
+
+        What was recorded of such a step can be replayed for any other.
+        """
+        return False
+
+    @property
     def slots(self) -> torch.Tensor:
         """[num_padded_tokens] int32 on the device; NO_SLOT for rows past num_tokens."""
 

@@ -1,7 +1,4 @@
-"""The passes between products in plain torch: what a CPU runs and the fused kernels must equal.
-
-Truncation and noise are the CPU sampler's own.
-"""
+"""The passes between products in plain torch: what a CPU runs and the fused kernels must equal."""
 
 import torch
 from torch.nn import functional
@@ -18,8 +15,7 @@ from gpuworker.kernels.ops import (
     TokenPlaces,
     Verification,
 )
-from gpuworker.sampling.noise import gumbel
-from gpuworker.sampling.truncate import Truncation, thresholds
+from gpuworker.sampling.draw import draw
 
 
 class TorchOps(Ops):
@@ -67,34 +63,17 @@ class TorchOps(Ops):
 
     def adjust_logits(self, logits: torch.Tensor, adjustments: Adjustments) -> None:
         a = adjustments
-        vocab_size = logits.shape[1]
-        slots = a.slots.long()
-        counts = a.output_counts[slots].float()
-        for i, (start, count) in enumerate(
-            zip(a.draft_starts.tolist(), a.draft_counts.tolist(), strict=True)
-        ):
-            drafts = a.drafts[start : start + count].long()
-            counts[i].index_add_(0, drafts, torch.ones_like(counts[i, :count]))
-        is_seen = _bits(a.prompt_bits[slots], vocab_size) | (counts > 0)
-        repetition = a.repetition[:, None]
-        penalized = torch.where(logits > 0, logits / repetition, logits * repetition)
-        values = torch.where(is_seen, penalized, logits)
-        loss = a.presence[:, None] + a.frequency[:, None] * counts
-        values = torch.where(counts > 0, values - loss, values)
+        is_penalized = (a.repetition != 1) | (a.presence != 0) | (a.frequency != 0)
+        for i in is_penalized.nonzero().squeeze(1).tolist():
+            _penalize(logits[i], a, i)
         constrained = (a.grammar_rows >= 0).nonzero().squeeze(1)
-        allowed = _bits(a.grammar_bits[a.grammar_rows[constrained].long()], vocab_size)
-        values[constrained] = values[constrained].masked_fill(~allowed, -torch.inf)
-        heat = torch.where(a.temperature > 0, a.temperature, 1.0)
-        logits.copy_(values / heat[:, None])
+        if len(constrained):
+            allowed = _bits(a.grammar_bits[a.grammar_rows[constrained].long()], logits.shape[1])
+            logits[constrained] = logits[constrained].masked_fill(~allowed, -torch.inf)
+        logits.div_(torch.where(a.temperature > 0, a.temperature, 1.0)[:, None])
 
     def sample(self, scaled: torch.Tensor, draws: Draws) -> torch.Tensor:
-        truncation = Truncation(draws.top_p, draws.top_k.long(), draws.min_p)
-        floor, _ = thresholds(scaled, scaled.sort(descending=True).values, truncation)
-        every = torch.arange(scaled.shape[1], device=scaled.device)[None]
-        scores = gumbel(draws.seeds, draws.positions, every).add_(scaled)
-        scores.masked_fill_(scaled < floor[:, None], -torch.inf)
-        drawn = torch.where(draws.is_drawn != 0, scores.argmax(-1), scaled.argmax(-1))
-        return drawn.int()
+        return draw(scaled, draws).int()
 
     def accept(self, token_ids: torch.Tensor, verification: Verification) -> torch.Tensor:
         v = verification
@@ -106,6 +85,20 @@ class TorchOps(Ops):
             wrong = is_wrong.nonzero()
             kept.append(int(wrong[0]) + 1 if len(wrong) else count)
         return torch.tensor(kept, dtype=torch.int32, device=token_ids.device)
+
+
+def _penalize(logits: torch.Tensor, a: Adjustments, i: int) -> None:
+    """Penalties of the i-th sample; logits is its [vocab_size]."""
+    slot, start = int(a.slots[i]), int(a.draft_starts[i])
+    counts = a.output_counts[slot].float()
+    drafts = a.drafts[start : start + int(a.draft_counts[i])].long()
+    drafts = drafts[drafts >= 0]
+    counts.index_add_(0, drafts, torch.ones(len(drafts), device=counts.device))
+    is_seen = _bits(a.prompt_bits[slot][None], len(logits))[0] | (counts > 0)
+    penalized = torch.where(logits > 0, logits / a.repetition[i], logits * a.repetition[i])
+    values = torch.where(is_seen, penalized, logits)
+    loss = a.presence[i] + a.frequency[i] * counts
+    logits.copy_(torch.where(counts > 0, values - loss, values))
 
 
 def _rms_norm(x: torch.Tensor, weight: torch.Tensor, eps: float) -> torch.Tensor:

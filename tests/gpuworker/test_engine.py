@@ -12,7 +12,7 @@ from gpuworker.attention.cpu import TorchAttention
 from gpuworker.attention.native import NativeAttention
 from gpuworker.attention.triton.configs import Target
 from gpuworker.config import KvCacheSettings, WorkerSettings
-from gpuworker.engine import Engine, load_engine
+from gpuworker.engine import DeviceParts, Engine, load_engine
 from gpuworker.kv_pool import KvPoolError, block_bytes, num_blocks_that_fit
 from gpuworker.models.source import open_source
 from tests.gpuworker.tiny import LLAMA, save_checkpoint
@@ -25,10 +25,17 @@ def checkpoint(tmp_path_factory: pytest.TempPathFactory) -> Path:
     return folder
 
 
-def load(folder: Path, **settings: object) -> Engine:
+def load(folder: Path, parts: DeviceParts | None = None, **settings: object) -> Engine:
     given = {"device": "cpu", "num_kv_blocks": 9} | settings
     of_pool = {name: given.pop(name) for name in KvCacheSettings.__struct_fields__ if name in given}
-    return load_engine(WorkerSettings(**given), KvCacheSettings(**of_pool), folder, lambda *_: None)
+    return load_engine(
+        WorkerSettings(**given),
+        KvCacheSettings(**of_pool),
+        folder,
+        loading=lambda *_: None,
+        capturing=lambda *_: None,
+        parts=parts,
+    )
 
 
 def test_a_cpu_gets_float32_blocks_of_16_and_512_tokens_a_step(checkpoint: Path) -> None:
@@ -45,16 +52,16 @@ def test_the_kernel_for_this_cpu_is_taken_where_it_can_be_built(
     checkpoint: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setenv("CXX", "/nonexistent/compiler")
-    assert isinstance(load(checkpoint).runner._attention, TorchAttention)
+    assert isinstance(load(checkpoint).runner.forward.attention, TorchAttention)
     with pytest.raises(ValueError, match="attention native"):
         load(checkpoint, attention="native")
     monkeypatch.delenv("CXX")
     try:
-        attention = load(checkpoint, attention="native").runner._attention
+        attention = load(checkpoint, attention="native").runner.forward.attention
     except ValueError as error:
         pytest.skip(str(error))
     assert isinstance(attention, NativeAttention)
-    assert isinstance(load(checkpoint, attention="torch").runner._attention, TorchAttention)
+    assert isinstance(load(checkpoint, attention="torch").runner.forward.attention, TorchAttention)
 
 
 @pytest.mark.parametrize(
@@ -80,8 +87,8 @@ def test_a_setting_that_cannot_be_met_is_named(
 def test_eight_bit_keys_and_values_need_torch_attention_on_a_cpu(checkpoint: Path) -> None:
     engine = load(checkpoint, kv_cache_dtype="fp8")
     assert (engine.dtype, engine.kv_dtype) == ("float32", "float8_e4m3fn")
-    assert isinstance(engine.runner._attention, TorchAttention)
-    assert {layer.key.dtype for layer in engine.runner._kv} == {torch.float8_e4m3fn}
+    assert isinstance(engine.runner.forward.attention, TorchAttention)
+    assert {layer.key.dtype for layer in engine.runner.forward.kv} == {torch.float8_e4m3fn}
     with pytest.raises(ValueError, match="attention native: no code for keys and values in"):
         load(checkpoint, kv_cache_dtype="fp8", attention="native")
 

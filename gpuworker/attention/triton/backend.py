@@ -32,8 +32,8 @@ from gpuworker.attention.triton.configs import (
     tile_config,
 )
 from gpuworker.attention.triton.device import float8_type
-from gpuworker.attention.triton.staging import StagingRing
 from gpuworker.core.plan import Int32Array
+from gpuworker.device.staging import StagingRing
 from gpuworker.kernels.launch import HeldKernel
 
 _LOG2_E = math.log2(math.e)
@@ -315,6 +315,10 @@ class TritonStep(PreparedStep):
             window: (sections.counts, [buffer[start:] for start in sections.starts])
             for window, sections in lists.items()
         }
+
+    @property
+    def has_fixed_layout(self) -> bool:
+        return not any(counts[1] for counts, _ in self._lists.values())
 
     def counts(self, window: int | None) -> tuple[int, int, int]:
         """Decode items, chunk items and merges of the layers with a window; grids follow them."""
