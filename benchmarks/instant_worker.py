@@ -17,7 +17,7 @@ from numpy.typing import NDArray
 
 from headrace.service.columns import pack_int32, unpack_int32
 from headrace.service.process import ProcessConfig, run, write_address
-from headrace.service.serving import GrpcServer, ServingConfig, wait_for_signal
+from headrace.service.serving import GrpcServer, ServingConfig, stop_asked
 from headrace.v1 import common_pb2, gpuworker_pb2, gpuworker_pb2_grpc
 
 MODEL = "instant"
@@ -118,8 +118,9 @@ async def serve(
     addresses = [await server.start() for server in servers]
     for server in servers:
         await server.set_serving(True)
+    stop = stop_asked()
     write_address(process, ",".join(addresses))
-    await wait_for_signal()
+    await stop.wait()
     for server in servers:
         await server.stop(0)
 

@@ -286,6 +286,8 @@ class Engine:
             self._driver.continue_request(request.key)
         elif self._driver.pause_request(request.key):
             self._journal.paused(request)
+            # What it held is free, whether or not there is anything else to run.
+            self._switchboard.bell.ring()
 
     def _hash_slice(self) -> None:
         """Hash a little of the oldest long prompt; once done, the core has it."""
@@ -366,6 +368,7 @@ class Engine:
                     keys=output.keys,
                     num_new_tokens=output.num_new_tokens,
                     token_ids=output.token_ids,
+                    draft_counts=flight.draft_counts(result, output),
                     finished=finished,
                     started=started,
                     details=details,

@@ -170,15 +170,16 @@ class WriteBehind:
 def _append(updates: list[Update], update: Update) -> None:
     """Adds an update to a chain, merged where the steps between need not be seen.
 
-    A request that is preempted and resumed for hours while the store is away stays short.
+    A request that is preempted, or paused, and resumed for hours while the store is away stays
+    short.
     """
-    flapping = {State.RUNNING, State.PREEMPTED}
+    flapping = {State.RUNNING, State.PREEMPTED, State.PAUSED}
     if updates and _same(updates[-1], update):
         updates[-1] = _merged(updates[-1], update)
     elif (
         len(updates) > 1
         and _same(updates[-2], update)
-        and {updates[-1].state, update.state} == flapping
+        and {updates[-1].state, update.state} <= flapping
     ):
         last = updates.pop()
         updates[-1] = _merged(_merged(updates[-1], last), update)

@@ -160,7 +160,8 @@ async def test_flapping_while_nobody_looks_stays_short():
     queue = behind(store := ScriptedStore())
     queue.put(update(State.RUNNING, worker_id="w", completion_tokens=1))
     for n in range(2, 100, 2):
-        queue.put(update(State.PREEMPTED, completion_tokens=n))
+        lost = State.PAUSED if n % 4 else State.PREEMPTED
+        queue.put(update(lost, completion_tokens=n))
         queue.put(update(State.RUNNING, completion_tokens=n + 1))
     (merged,) = queue._pending["r1"].updates
     assert (merged.state, merged.worker_id) == (State.RUNNING, "w")
