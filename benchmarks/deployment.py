@@ -38,8 +38,8 @@ class Deployment:
         name = module.rpartition(".")[2]
         file = self._folder / f"{name}.address"
         command = [sys.executable, "-m", module, "--address-file", str(file), *flags]
-        log = (self._folder / f"{name}.log").open("wb")
-        self._children.append(subprocess.Popen(tied_to_us(command), stderr=log))
+        with (self._folder / f"{name}.log").open("wb") as log:
+            self._children.append(subprocess.Popen(tied_to_us(command), stderr=log))
         self.processes[name] = psutil.Process(self._children[-1].pid)
         deadline = time.monotonic() + 60
         while not file.exists():
