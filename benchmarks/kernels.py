@@ -262,7 +262,8 @@ def _layer_calls(ops: TritonOps, num_tokens: int) -> dict[str, tuple[Callable[[]
     def random(*size: int) -> torch.Tensor:
         return torch.randn(size, device="cuda", dtype=torch.bfloat16)
 
-    hidden, update, weight = random(num_tokens, 4096), random(num_tokens, 4096), random(4096)
+    hidden, update = random(num_tokens, 4096), random(num_tokens, 4096)
+    weight = torch.ones(4096, device="cuda")
     gate_up, qkv = random(num_tokens, 28672), random(num_tokens, 48, 128)
     pool = random(-(-num_tokens // _PAGE), 8, _PAGE, 128)
     kv = LayerKv(pool, pool.clone())

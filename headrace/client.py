@@ -214,6 +214,7 @@ class HeadraceClient:
             workers=tuple(map(_worker, response.workers)),
             num_queued=response.num_queued,
             num_in_flight=response.num_in_flight,
+            num_paused=response.num_paused,
         )
 
     async def _call(self, method: str, request: Any) -> Any:

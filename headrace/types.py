@@ -218,3 +218,4 @@ class PoolInfo:
     workers: tuple[WorkerInfo, ...]
     num_queued: int
     num_in_flight: int
+    num_paused: int

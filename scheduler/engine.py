@@ -30,9 +30,17 @@ from scheduler.in_flight import InFlight
 from scheduler.recording import Recording
 from scheduler.requests import LiveRequest, Submission
 from scheduler.switchboard import Finish, Start, StepNews, Switchboard
-from scheduler.worker import WorkerInfo, WorkerLostError, WorkerResult, WorkerStream
+from scheduler.worker import (
+    Draining,
+    WorkerDrainedError,
+    WorkerInfo,
+    WorkerLostError,
+    WorkerResult,
+    WorkerStream,
+)
 
-# How often a loop that has requests, but nothing to run, looks again (deadlines, pauses).
+# How often a loop that has requests, but nothing to run, looks again (deadlines, pauses, rows that
+# the worker may forget).
 _STUCK_RETRY_S = 0.1
 
 
@@ -108,6 +116,8 @@ class Engine:
         self._is_worth_planning = True
         self._last_progress_s = 0.0
         self.num_steps = 0
+        # The worker said that it is shutting down: it gets no new requests.
+        self.is_draining = False
 
     @property
     def info(self) -> WorkerInfo:
@@ -206,7 +216,12 @@ class Engine:
 
     async def _receive_results(self) -> None:
         while True:
-            self._results.append(await self._stream.receive())
+            match await self._stream.receive():
+                case Draining():
+                    self.is_draining = True
+                    self._switchboard.bell.ring()
+                case result:
+                    self._results.append(result)
             self._wake.set()
 
     async def _step_for_ever(self) -> None:
@@ -215,6 +230,8 @@ class Engine:
             self._read_inbox()
             while self._results:
                 self._apply_result(self._results.popleft())
+            if self.is_draining and not self._requests:
+                raise WorkerDrainedError("it has finished what it had")
             while self._is_worth_planning and len(self._in_flight) < self._pipeline_depth:
                 await self._plan_step()
             if self._unhashed:
@@ -269,6 +286,8 @@ class Engine:
             self._driver.continue_request(request.key)
         elif self._driver.pause_request(request.key):
             self._journal.paused(request)
+            # What it held is free, whether or not there is anything else to run.
+            self._switchboard.bell.ring()
 
     def _hash_slice(self) -> None:
         """Hash a little of the oldest long prompt; once done, the core has it."""
@@ -369,7 +388,7 @@ class Engine:
         when = None
         if self._in_flight:
             when = self._last_progress_s + self._step_timeout_s
-        elif self._core.has_unfinished:
+        elif self._core.has_unfinished or self._core.has_freed_rows:
             when = asyncio.get_running_loop().time() + _STUCK_RETRY_S
         try:
             async with asyncio.timeout_at(when):

@@ -19,6 +19,7 @@ from scheduler.requests import LiveRequest, Submission
 from scheduler.switchboard import Finish, StepNews, Switchboard
 from scheduler.worker import (
     WorkerConnector,
+    WorkerDrainedError,
     WorkerInfo,
     WorkerLostError,
     WorkerState,
@@ -149,11 +150,11 @@ class Pool:
             if worker.info is None:
                 continue
             state = worker.state
-            if state is WorkerState.READY and self._is_draining:
-                state = WorkerState.DRAINING
             if (engine := worker.engine) is None:
                 loads.append(WorkerLoad(worker.info, state))
                 continue
+            if self._is_draining or engine.is_draining:
+                state = WorkerState.DRAINING
             num_waiting = engine.num_requests - engine.num_running - engine.num_paused
             loads.append(
                 WorkerLoad(
@@ -171,6 +172,8 @@ class Pool:
             return NotTaken(handle, "NO_WORKER", f"no worker {worker_id!r} here")
         if worker.engine is None:
             return NotTaken(handle, "WORKER_LOST", f"worker {worker_id!r} is not reachable now")
+        if worker.engine.is_draining:
+            return NotTaken(handle, "WORKER_LOST", f"worker {worker_id!r} is shutting down")
         if submission.model not in {"", worker.engine.info.model}:
             return NotTaken(
                 handle, "NO_WORKER", f"worker {worker_id!r} serves {worker.engine.info.model!r}"
@@ -179,11 +182,9 @@ class Pool:
         return _refusal(worker.engine, submission, generated) or worker.engine
 
     def _engines_of(self, model: str) -> list[Engine]:
-        return [
-            worker.engine
-            for worker in self._workers
-            if worker.engine is not None and model in {"", worker.engine.info.model}
-        ]
+        """Those that take requests for a model; "" is any."""
+        engines = [worker.engine for worker in self._workers if worker.engine is not None]
+        return [e for e in engines if not e.is_draining and model in {"", e.info.model}]
 
     async def _drive(self, worker: ManagedWorker) -> None:
         """Find the worker, run it until it is lost, and again."""
@@ -214,8 +215,8 @@ class Pool:
             retry_s = min(2 * retry_s, _MAX_RETRY_S)
 
     def _start(self, worker: ManagedWorker, info: WorkerInfo) -> Engine:
-        worker.info = info
         worker.engine = self._make_engine(info, worker.connector.execute())
+        worker.info = worker.engine.info
         worker.state = WorkerState.READY
         self._switchboard.bell.ring()
         logger.info(
@@ -239,8 +240,12 @@ class Pool:
         finally:
             running.cancel()
             await asyncio.wait([running])
+            if not running.cancelled():
+                running.exception()  # seen, also where we are cancelled and look no further
         try:
             running.result()
+        except* WorkerDrainedError:
+            logger.info("worker at %s is shutting down: it has no request left", worker.address)
         except* WorkerLostError as lost:
             logger.warning("lost worker at %s: %s", worker.address, str(lost.exceptions[0]))
         except* Exception:

@@ -31,6 +31,7 @@ class WorkerInfo:
 
     num_kv_blocks does not count the reserved null block 0. num_spec_tokens drafts, at most, come
     with a result for each request. pipeline_depth plans may usefully be without a result.
+    displaces_by_priority is not the worker's to say, but ours (see `build`).
     """
 
     worker_id: str
@@ -45,6 +46,7 @@ class WorkerInfo:
     eos_token_ids: tuple[int, ...] = ()
     num_spec_tokens: int = 0
     pipeline_depth: int = 1
+    displaces_by_priority: bool = False
     role: WorkerRole = WorkerRole.MIXED
     device: str = ""
     dtype: str = ""
@@ -72,8 +74,17 @@ class WorkerResult:
     elapsed_s: float
 
 
+@dataclass(frozen=True, slots=True)
+class Draining:
+    """Instead of a result: the worker is shutting down, and ends when its stream does."""
+
+
 class WorkerLostError(Exception):
     """The worker is gone, or does not keep to the protocol; nothing more comes from it."""
+
+
+class WorkerDrainedError(WorkerLostError):
+    """The worker is shutting down, and nothing is left for it to do."""
 
 
 class WorkerUnavailableError(Exception):
@@ -90,8 +101,8 @@ class WorkerStream(Protocol):
             WorkerLostError: when the stream is broken.
         """
 
-    async def receive(self) -> WorkerResult:
-        """The result of the oldest plan without one.
+    async def receive(self) -> WorkerResult | Draining:
+        """The result of the oldest plan without one, or, once, that the worker is draining.
 
         Raises:
             WorkerLostError: when the stream is broken.

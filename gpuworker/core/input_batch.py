@@ -41,7 +41,7 @@ class FlatBatch:
     rows: Int32Array  # [num_reqs]
     query_start_loc: Int32Array  # [num_reqs + 1] prefix sum of scheduled tokens
     seq_lens: Int32Array  # [num_reqs] context length after this step, drafts included
-    token_ids: Int64Array  # [num_tokens]
+    token_ids: Int32Array  # [num_tokens]; negative: not known here yet, see `unknown_token`
     positions: Int64Array  # [num_tokens]
     slot_mapping: Int64Array  # [num_tokens] block_id * block_size + offset
     block_table: Int32Array  # [num_reqs, max_blocks of these rows]; unused entries are 0
@@ -65,6 +65,23 @@ class FlatBatch:
         return len(self.token_ids)
 
 
+@dataclass(frozen=True, slots=True)
+class OpenTokens:
+    """Tokens that a step on its way will give: [num_open] each.
+
+    A row may be another request's by the time its token is known; tenancies tell.
+    """
+
+    rows: Int32Array
+    columns: Int32Array  # where in its row's tokens each goes
+    tenancies: Int32Array  # how many requests the row had had
+
+
+def unknown_token(row: Int32Array) -> Int32Array:
+    """What stands for a row's last token while only the device knows it: -1 - row."""
+    return ~row
+
+
 class InputBatch:
     """Tokens and block tables of every row, kept between steps.
 
@@ -85,6 +102,7 @@ class InputBatch:
         self._num_blocks: Int32Array = np.zeros(limits.max_num_seqs, dtype=np.int32)
         self.num_tokens: Int32Array = np.zeros(limits.max_num_seqs, dtype=np.int32)
         self.num_prompt_tokens: Int32Array = np.zeros(limits.max_num_seqs, dtype=np.int32)
+        self._tenancies: Int32Array = np.zeros(limits.max_num_seqs, dtype=np.int32)
 
     def clear(self) -> None:
         """Empties every row."""
@@ -106,6 +124,26 @@ class InputBatch:
         num_draft_tokens = self._check_columns(plan)
         self._check_rows(plan, num_draft_tokens)
         return self._gather(plan, num_draft_tokens)
+
+    def open(self, batch: FlatBatch) -> OpenTokens:
+        """Gives every row that samples its next token, which is not known yet.
+
+        The rows' last tokens must be known or fed by the device; no row may have drafts.
+        """
+        rows = batch.sample_rows
+        columns = self.num_tokens[rows]
+        self.token_ids[rows, columns] = unknown_token(rows)
+        self.num_tokens[rows] = columns + 1
+        return OpenTokens(rows, columns, self._tenancies[rows])
+
+    def settle(self, tokens: OpenTokens, token_ids: Int32Array) -> None:
+        """Fills in tokens that are known by now, in rows that are still the same request's."""
+        is_same = self._tenancies[tokens.rows] == tokens.tenancies
+        if is_same.all():
+            self.token_ids[tokens.rows, tokens.columns] = token_ids
+        else:
+            rows, columns = tokens.rows[is_same], tokens.columns[is_same]
+            self.token_ids[rows, columns] = token_ids[is_same]
 
     def append_sampled(
         self, rows: Int32Array, num_sampled_tokens: Int32Array, token_ids: Int32Array
@@ -149,6 +187,7 @@ class InputBatch:
         self.token_ids[request.row, : len(tokens)] = tokens
         self.num_tokens[request.row] = len(tokens)
         self.num_prompt_tokens[request.row] = request.num_prompt_tokens
+        self._tenancies[request.row] += 1
 
     def _append_blocks(self, rows: Int32Array, block_ids: Int32Array) -> None:
         if len(rows) != len(block_ids):
@@ -275,7 +314,7 @@ class InputBatch:
             rows=rows,
             query_start_loc=query_start_loc,
             seq_lens=seq_lens,
-            token_ids=self.token_ids[row_of_token, positions].astype(np.int64),
+            token_ids=self.token_ids[row_of_token, positions],
             positions=positions,
             slot_mapping=slot_mapping,
             block_table=self._block_table[rows, :max_blocks],

@@ -182,6 +182,7 @@ class StepResult(_message.Message):
     LOGPROBS_FIELD_NUMBER: _builtins.int
     ERRORS_FIELD_NUMBER: _builtins.int
     ELAPSED_S_FIELD_NUMBER: _builtins.int
+    DRAINING_FIELD_NUMBER: _builtins.int
     step_id: _builtins.int
     """The plan's."""
     num_sampled_tokens: _builtins.bytes
@@ -194,6 +195,8 @@ class StepResult(_message.Message):
     """int32 column, [sum(num_draft_tokens)]."""
     elapsed_s: _builtins.float
     """Time the worker spent on this step, seconds."""
+    draining: _builtins.bool
+    """Of no step: the worker is shutting down. It runs what it has, and ends once the stream does."""
     @_builtins.property
     def logprobs(self) -> _containers.RepeatedCompositeFieldContainer[Global___RowLogprobs]:
         """Only for rows that asked."""
@@ -213,10 +216,11 @@ class StepResult(_message.Message):
         logprobs: _abc.Iterable[Global___RowLogprobs] | None = ...,
         errors: _abc.Iterable[Global___RowError] | None = ...,
         elapsed_s: _builtins.float = ...,
+        draining: _builtins.bool = ...,
     ) -> None: ...
     _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["draft_token_ids", b"draft_token_ids", "elapsed_s", b"elapsed_s", "errors", b"errors", "logprobs", b"logprobs", "num_draft_tokens", b"num_draft_tokens", "num_sampled_tokens", b"num_sampled_tokens", "step_id", b"step_id", "token_ids", b"token_ids"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["draft_token_ids", b"draft_token_ids", "draining", b"draining", "elapsed_s", b"elapsed_s", "errors", b"errors", "logprobs", b"logprobs", "num_draft_tokens", b"num_draft_tokens", "num_sampled_tokens", b"num_sampled_tokens", "step_id", b"step_id", "token_ids", b"token_ids"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     def WhichOneof(self, oneof_group: _Never) -> None: ...
 

@@ -838,10 +838,13 @@ class GetPoolResponse(_message.Message):
     WORKERS_FIELD_NUMBER: _builtins.int
     NUM_QUEUED_FIELD_NUMBER: _builtins.int
     NUM_IN_FLIGHT_FIELD_NUMBER: _builtins.int
+    NUM_PAUSED_FIELD_NUMBER: _builtins.int
     num_queued: _builtins.int
     """Requests waiting in this router."""
     num_in_flight: _builtins.int
     """Requests given to schedulers and not finished."""
+    num_paused: _builtins.int
+    """Requests that go on when their clients read; those still with a scheduler are in flight, too."""
     @_builtins.property
     def workers(self) -> _containers.RepeatedCompositeFieldContainer[_common_pb2.Worker]:
         """Every worker known."""
@@ -852,10 +855,11 @@ class GetPoolResponse(_message.Message):
         workers: _abc.Iterable[_common_pb2.Worker] | None = ...,
         num_queued: _builtins.int = ...,
         num_in_flight: _builtins.int = ...,
+        num_paused: _builtins.int = ...,
     ) -> None: ...
     _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["num_in_flight", b"num_in_flight", "num_queued", b"num_queued", "workers", b"workers"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["num_in_flight", b"num_in_flight", "num_paused", b"num_paused", "num_queued", b"num_queued", "workers", b"workers"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     def WhichOneof(self, oneof_group: _Never) -> None: ...
 

@@ -92,6 +92,8 @@ class InferenceServicer:
         token_ids, text = await services.prompts.read(
             model,
             wire.to_prompt(request, bounds),
+            lambda least_tokens: self._router.check(spec, least_tokens),
+            max_tokens=self._router.max_prompt_tokens(model_name),
             echo=spec.echo,
             keep_special_tokens=spec.keep_special_tokens,
         )
@@ -190,6 +192,7 @@ class InferenceServicer:
             workers=sorted(workers, key=lambda worker: worker.worker_id),
             num_queued=self._router.num_queued,
             num_in_flight=self._router.num_in_flight,
+            num_paused=self._router.dispatcher.num_paused,
         )
 
     def _vocab_size(self, model_name: str) -> int:

@@ -5,7 +5,7 @@ from array import array
 from headrace.service.columns import pack_int32, unpack_int32, unpack_uint32
 from headrace.service.errors import invalid
 from headrace.v1 import common_pb2, scheduler_pb2
-from router.core.placement import Role, WorkerReport, WorkerState
+from router.core.credit import Role, WorkerReport, WorkerState
 from router.request import (
     Admission,
     CancelReason,
@@ -61,7 +61,7 @@ def to_submission(completion: Completion) -> scheduler_pb2.Submission:
         prompt_token_ids=pack_int32(request.prompt_token_ids),
         generated_token_ids=completion.token_ids.tobytes(),
         sampling=spec.sampling,
-        priority=spec.priority,
+        priority=completion.priority,
         # Completions of one request must not tie: of two that are equal in priority and arrival,
         # each would take the other's KV blocks, again and again.
         arrival_time_unix_s=request.arrived_unix_s + completion.index * 1e-6,
@@ -146,4 +146,5 @@ def to_report(worker: common_pb2.Worker) -> WorkerReport:
         num_waiting=worker.num_waiting,
         max_num_batched_tokens=worker.max_num_batched_tokens or _DEFAULT_BATCHED_TOKENS,
         role=_ROLE.get(worker.role, Role.MIXED),
+        displaces_by_priority=worker.displaces_by_priority,
     )

@@ -7,10 +7,11 @@ import grpc.aio
 
 from headrace.service.channels import ChannelConfig, open_channel
 from headrace.service.errors import ServiceError
-from headrace.v1 import gpuworker_pb2, gpuworker_pb2_grpc
+from headrace.v1 import common_pb2, gpuworker_pb2, gpuworker_pb2_grpc
 from scheduler.core.plan import StepPlan
 from scheduler.rpc import wire
 from scheduler.worker import (
+    Draining,
     WorkerInfo,
     WorkerLostError,
     WorkerResult,
@@ -34,6 +35,8 @@ class GpuWorkerClient:
             response = await self._stub.Describe(
                 gpuworker_pb2.DescribeRequest(), timeout=_DESCRIBE_TIMEOUT_S
             )
+            if response.worker.state == common_pb2.WORKER_STATE_DRAINING:
+                raise WorkerUnavailableError("it is shutting down")
             return wire.worker_info(response.worker)
         except grpc.aio.AioRpcError as error:
             raise WorkerUnavailableError(f"{error.code().name}: {error.details()}") from error
@@ -65,13 +68,13 @@ class ExecuteStream:
         except (grpc.aio.AioRpcError, grpc.aio.UsageError, asyncio.InvalidStateError) as error:
             raise WorkerLostError(_describe_error(error)) from error
 
-    async def receive(self) -> WorkerResult:
+    async def receive(self) -> WorkerResult | Draining:
         """The next result; see scheduler.worker.WorkerStream."""
         try:
             message = await self._call.read()
             if not isinstance(message, gpuworker_pb2.StepResult):
                 raise WorkerLostError("it ended the stream")
-            return wire.worker_result(message)
+            return Draining() if message.draining else wire.worker_result(message)
         except (grpc.aio.AioRpcError, grpc.aio.UsageError, asyncio.InvalidStateError) as error:
             raise WorkerLostError(_describe_error(error)) from error
         except ServiceError as error:

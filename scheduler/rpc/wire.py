@@ -251,6 +251,7 @@ def _worker(load: WorkerLoad) -> common_pb2.Worker:
         num_waiting=load.num_waiting,
         device=info.device,
         dtype=info.dtype,
+        displaces_by_priority=info.displaces_by_priority,
     )
 
 

@@ -185,6 +185,7 @@ class FakeGpuWorker(gpuworker_pb2_grpc.GpuWorkerServicer):
         # Number of its tokens after which a request gets EOS.
         self.eos_after: dict[str, int] = {}
         self.is_loaded = True
+        self.is_draining = False
         # Added to the next result's step_id, once.
         self.step_id_offset = 0
         self.pace_s = 0.0
@@ -195,6 +196,8 @@ class FakeGpuWorker(gpuworker_pb2_grpc.GpuWorkerServicer):
         self.changed = asyncio.Condition()
         self._num_allowed: int | None = None
         self._num_held = 0
+        self._drain_asked = asyncio.Event()
+        self.num_streams = 0
         self._server: GrpcServer | None = None
         self._incarnation = ""
 
@@ -204,6 +207,11 @@ class FakeGpuWorker(gpuworker_pb2_grpc.GpuWorkerServicer):
         gpuworker_pb2_grpc.add_GpuWorkerServicer_to_server(self, self._server.server)
         self.address = await self._server.start()
         return self.address
+
+    def drain(self) -> None:
+        """Say that it is shutting down, and take no new stream."""
+        self.is_draining = True
+        self._drain_asked.set()
 
     async def kill(self) -> None:
         """Break every call, at once."""
@@ -239,6 +247,11 @@ class FakeGpuWorker(gpuworker_pb2_grpc.GpuWorkerServicer):
         return gpuworker_pb2.DescribeResponse(
             worker=common_pb2.Worker(
                 worker_id=self.worker_id,
+                state=(
+                    common_pb2.WORKER_STATE_DRAINING
+                    if self.is_draining
+                    else common_pb2.WORKER_STATE_READY
+                ),
                 incarnation=self._incarnation,
                 model=self.model,
                 max_model_len=self.max_model_len,
@@ -255,7 +268,26 @@ class FakeGpuWorker(gpuworker_pb2_grpc.GpuWorkerServicer):
         self,
         request_iterator: AsyncIterator[gpuworker_pb2.StepPlan],
         context: grpc.aio.ServicerContext,
-    ) -> AsyncIterator[gpuworker_pb2.StepResult]:
+    ) -> None:
+        if self.is_draining:
+            raise unavailable("DRAINING", "it is shutting down")
+        telling = asyncio.create_task(self._tell_of_draining(context))
+        self.num_streams += 1
+        try:
+            await self._serve(request_iterator, context)
+        finally:
+            self.num_streams -= 1
+            telling.cancel()
+
+    async def _tell_of_draining(self, context: grpc.aio.ServicerContext) -> None:
+        await self._drain_asked.wait()
+        await context.write(gpuworker_pb2.StepResult(draining=True))
+
+    async def _serve(
+        self,
+        request_iterator: AsyncIterator[gpuworker_pb2.StepPlan],
+        context: grpc.aio.ServicerContext,
+    ) -> None:
         model = FakeModel(self)
         async for plan in request_iterator:
             self.plans.append(plan)
@@ -269,7 +301,7 @@ class FakeGpuWorker(gpuworker_pb2_grpc.GpuWorkerServicer):
             self.step_id_offset = 0
             if self.pace_s:
                 await asyncio.sleep(self.pace_s)
-            yield result
+            await context.write(result)
 
     @property
     def is_held(self) -> bool:

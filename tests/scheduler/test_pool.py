@@ -43,6 +43,11 @@ async def test_a_worker_is_ready_once_its_model_is_loaded(caplog):
     assert len(reasons) == len(set(reasons)) >= 1
 
 
+def request_id_of(plan) -> str | None:
+    """Who the plan places, if anybody."""
+    return plan.row_requests[0].request_id if plan.row_requests else None
+
+
 class StreamThatBreaksWhenLeft:
     """A stream that breaks at the very moment it is given up."""
 
@@ -104,6 +109,43 @@ async def test_a_worker_lost_while_the_scheduler_stops_does_not_keep_it_from_sto
     done, _ = await asyncio.wait([running], timeout=PATIENCE_S)
     assert done, "it looks for the worker again"
     assert running.cancelled()
+
+
+async def test_a_worker_that_shuts_down_finishes_what_it_has_and_is_left_alone(caplog):
+    caplog.set_level(logging.INFO)
+    old, new = FakeGpuWorker("w0"), FakeGpuWorker("w1")
+    old.hold()
+    await old.start()
+    await new.start()
+    async with running_scheduler([old, new]) as scheduler, router_to(scheduler) as router:
+        await scheduler.ready(2)
+        first = await router.submit(PROMPTS[0], 20, worker_id="w0")
+        await old.release(3)
+        await old.step_begun(4)
+        old.drain()
+        await until(lambda: state_of(scheduler, "w0") is WorkerState.DRAINING)
+        others = await router.submit_all([(prompt, 5) for prompt in PROMPTS[1:]])
+        for handle, prompt in zip(others, PROMPTS[1:], strict=True):
+            assert await router.finished(handle) == [expected_tokens(prompt, 5)]
+        named = await router.submit(PROMPTS[1], 5, worker_id="w0")
+        assert (await router.refused(named)).reason == "WORKER_LOST"
+        await old.release()
+        assert await router.finished(first) == [expected_tokens(PROMPTS[0], 20)]
+        await until(lambda: old.num_streams == 0)
+        assert state_of(scheduler, "w0") is WorkerState.LOST
+        assert {request_id_of(plan) for plan in old.plans} == {None, request_id_of(old.plans[0])}
+    assert not [r for r in caplog.records if r.levelno >= logging.WARNING]
+
+
+async def test_an_idle_worker_that_shuts_down_is_let_go_at_once():
+    worker = FakeGpuWorker()
+    await worker.start()
+    async with running_scheduler([worker]) as scheduler, router_to(scheduler) as router:
+        await scheduler.ready()
+        handle = await router.submit(PROMPTS[0], 3)
+        assert await router.finished(handle) == [expected_tokens(PROMPTS[0], 3)]
+        worker.drain()
+        await until(lambda: worker.num_streams == 0)
 
 
 @pytest.mark.parametrize("depth", [1, 2])
