@@ -41,8 +41,9 @@ test-kernels: $(STAMP) ## Run the GPU kernels under Triton's interpreter, no GPU
 check-kernels: $(STAMP) ## Compile the GPU kernels for every target, no GPU needed
 	@TRITON_CACHE_DIR=$(abspath build/triton) $(BIN)/python -m tests.kernels.check_kernels $(ARGS)
 
-bench-gpu: $(STAMP) ## Measure the GPU kernels on the GPU that is here
+bench-gpu: $(STAMP) ## Measure the GPU kernels on the GPU that is here, and the worker's host time
 	@$(BIN)/python -m benchmarks.kernels $(ARGS)
+	@$(BIN)/python -m benchmarks.host_time
 
 bench: $(STAMP) ## Serve the small real model here and load it in three ways
 	@$(BIN)/python -m benchmarks.end_to_end $(ARGS)
