@@ -1,7 +1,8 @@
 """`python -m benchmarks.instant_worker`: a gpuworker that answers at once and runs no model.
 
 Each token it samples is the time at which it did, in units of 10 microseconds, so that whoever
-reads the token knows its age. With --step-ms every step takes that long, as a real one would.
+reads the token knows its age. With --step-ms every step takes that long, as a real one would; of
+several workers in this process each then has its own part of that time to answer in.
 """
 
 import asyncio
@@ -16,7 +17,7 @@ from numpy.typing import NDArray
 
 from headrace.service.columns import pack_int32, unpack_int32
 from headrace.service.process import ProcessConfig, run, write_address
-from headrace.service.serving import GrpcServer, ServingConfig, wait_for_signal
+from headrace.service.serving import GrpcServer, ServingConfig, stop_asked
 from headrace.v1 import common_pb2, gpuworker_pb2, gpuworker_pb2_grpc
 
 MODEL = "instant"
@@ -62,20 +63,23 @@ class Rows:
 class InstantWorker(gpuworker_pb2_grpc.GpuWorkerServicer):
     """headrace.v1.GpuWorker."""
 
-    def __init__(self, step_s: float) -> None:
+    def __init__(self, worker_id: str, step_s: float, offset_s: float) -> None:
+        """Steps end at multiples of step_s, and offset_s."""
+        self._worker_id = worker_id
         self._step_s = step_s
+        self._offset_s = offset_s
         self._incarnation = uuid.uuid4().hex
 
     async def Describe(self, _request: Any, _context: Any) -> gpuworker_pb2.DescribeResponse:  # noqa: N802
         """A large worker."""
         return gpuworker_pb2.DescribeResponse(
             worker=common_pb2.Worker(
-                worker_id="instant",
+                worker_id=self._worker_id,
                 incarnation=self._incarnation,
                 model=MODEL,
                 role=common_pb2.WORKER_ROLE_MIXED,
                 state=common_pb2.WORKER_STATE_READY,
-                max_model_len=1_000_000,
+                max_model_len=131_072,
                 block_size=16,
                 num_kv_blocks=200_000,
                 max_num_seqs=MAX_NUM_SEQS,
@@ -90,30 +94,39 @@ class InstantWorker(gpuworker_pb2_grpc.GpuWorkerServicer):
         self, plans: AsyncIterator[gpuworker_pb2.StepPlan], _context: Any
     ) -> AsyncIterator[gpuworker_pb2.StepResult]:
         """One result for each plan."""
-        rows, due = Rows(), time.perf_counter()
+        rows = Rows()
         async for plan in plans:
             if self._step_s:
-                due = max(due + self._step_s, time.perf_counter())
-                await asyncio.sleep(due - time.perf_counter())
+                now = time.monotonic()
+                await asyncio.sleep(self._step_s - (now - self._offset_s) % self._step_s)
             yield rows.step(plan)
 
 
-async def serve(step_s: float, process: ProcessConfig) -> None:
-    server = GrpcServer(ServingConfig(), ["headrace.v1.GpuWorker"])
-    gpuworker_pb2_grpc.add_GpuWorkerServicer_to_server(InstantWorker(step_s), server.server)
-    write_address(process, await server.start())
-    await server.set_serving(True)
-    await wait_for_signal()
-    await server.stop(0)
+async def serve(step_s: float, num_workers: int, process: ProcessConfig) -> None:
+    servers = []
+    for number in range(num_workers):
+        server = GrpcServer(ServingConfig(), ["headrace.v1.GpuWorker"])
+        worker = InstantWorker(f"instant-{number}", step_s, step_s * number / num_workers)
+        gpuworker_pb2_grpc.add_GpuWorkerServicer_to_server(worker, server.server)
+        servers.append(server)
+    addresses = [await server.start() for server in servers]
+    for server in servers:
+        await server.set_serving(True)
+    stop = stop_asked()
+    write_address(process, ",".join(addresses))
+    await stop.wait()
+    for server in servers:
+        await server.stop(0)
 
 
 @click.command()
 @click.option("--step-ms", default=0.0, help="How long a step takes.")
+@click.option("--num-workers", default=1, help="Each with a port of its own.")
 @click.option("--address-file", required=True)
-def main(step_ms: float, address_file: str) -> None:
-    """Answer plans until SIGTERM."""
+def main(step_ms: float, num_workers: int, address_file: str) -> None:
+    """Answer plans until SIGTERM; the file gets the addresses, with commas between them."""
     process = ProcessConfig(address_file=address_file)
-    run("instant_worker", process, serve(step_ms / 1000, process))
+    run("instant_worker", process, serve(step_ms / 1000, num_workers, process))
 
 
 if __name__ == "__main__":

@@ -17,7 +17,7 @@ from gpuworker.config import KvCacheSettings, WorkerSettings
 from headrace.service import config, telemetry
 from headrace.service.model_files import ModelFilesError, resolve
 from headrace.service.process import ProcessConfig, run, write_address
-from headrace.service.serving import GrpcServer, ServingConfig, wait_for_signal
+from headrace.service.serving import GrpcServer, ServingConfig, stop_asked
 
 logger = logging.getLogger("gpuworker")
 
@@ -79,8 +79,9 @@ async def serve(
     service = GpuWorkerService(identity, model_thread)
     server = GrpcServer(serving, [FULL_NAME], traces.server_interceptors)
     service.add_to(server.server)
+    stop = stop_asked()
     write_address(process, await server.start())
-    stopping = asyncio.create_task(wait_for_signal())
+    stopping = asyncio.create_task(stop.wait())
     loading = asyncio.get_running_loop().run_in_executor(model_thread, _load, gpuworker, kv_cache)
     is_thread_busy = True
     try:

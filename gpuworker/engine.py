@@ -30,7 +30,7 @@ from gpuworker.kernels.ops import Ops
 from gpuworker.models.config import ModelConfig
 from gpuworker.models.decoder import Decoder
 from gpuworker.models.loader import Progress, load_decoder, with_max_model_len
-from gpuworker.models.source import open_source
+from gpuworker.models.source import WeightSource, open_source
 from gpuworker.runner import ModelRunner
 from gpuworker.sampling.sampler import Sampler
 from gpuworker.step_inputs import InputStaging
@@ -100,11 +100,24 @@ def load_engine(
         KvPoolError: there is no memory for a KV pool.
         ValueError: a setting does not fit the model or the machine.
     """
+    source = open_source(model)
+    return engine_of(source, settings, kv_cache, loading=loading, capturing=capturing, parts=parts)
+
+
+def engine_of(
+    source: WeightSource,
+    settings: WorkerSettings,
+    kv_cache: KvCacheSettings,
+    *,
+    loading: Progress,
+    capturing: Progress,
+    parts: DeviceParts | None = None,
+) -> Engine:
+    """As load_engine, with weights from anywhere."""
     if settings.num_spec_tokens < 0:
         raise ValueError("num-spec-tokens must be at least 0")
     device = _device(settings.device)
     parts = parts or DeviceParts.of(device)
-    source = open_source(model)
     source.config = with_max_model_len(source.config, settings.max_model_len)
     dtype = _dtype(settings.dtype, device)
     kv_dtype = _kv_dtype(kv_cache.kv_cache_dtype, device, dtype)

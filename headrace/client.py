@@ -214,6 +214,7 @@ class HeadraceClient:
             workers=tuple(map(_worker, response.workers)),
             num_queued=response.num_queued,
             num_in_flight=response.num_in_flight,
+            num_paused=response.num_paused,
         )
 
     async def _call(self, method: str, request: Any) -> Any:
@@ -335,8 +336,7 @@ def _deltas(response: inference_pb2.GenerateResponse) -> Iterator[Delta]:
     """One delta per output; what belongs to the whole request goes with the last or first."""
     usage = None
     if response.HasField("usage"):
-        u = response.usage
-        usage = Usage(u.prompt_tokens, u.completion_tokens, u.cached_tokens)
+        usage = Usage(**{f.name: getattr(response.usage, f.name) for f in fields(Usage)})
     prompt_logprobs = _logprobs(response.prompt_logprobs)
     last = len(response.outputs) - 1
     if last < 0:

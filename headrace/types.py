@@ -71,11 +71,16 @@ class TokenLogprobs:
 
 @dataclass(frozen=True, slots=True)
 class Usage:
-    """Tokens of the prompt, generated over all n, and of the prompt from the prefix cache."""
+    """Tokens of the prompt, generated over all n, and of the prompt from the prefix cache.
+
+    draft_tokens were proposed and verified, over all n; accepted_draft_tokens of them were right.
+    """
 
     prompt_tokens: int
     completion_tokens: int
     cached_tokens: int
+    draft_tokens: int = 0
+    accepted_draft_tokens: int = 0
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -213,3 +218,4 @@ class PoolInfo:
     workers: tuple[WorkerInfo, ...]
     num_queued: int
     num_in_flight: int
+    num_paused: int

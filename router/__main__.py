@@ -20,7 +20,7 @@ from headrace.service import config, telemetry
 from headrace.service.channels import ChannelConfig, open_channel
 from headrace.service.model_files import ModelFilesError, resolve
 from headrace.service.process import ProcessConfig, run, write_address
-from headrace.service.serving import GrpcServer, ServingConfig, wait_for_signal
+from headrace.service.serving import GrpcServer, ServingConfig, stop_asked
 from headrace.status.states import Writer
 from headrace.status.store import StatusStore
 from router.config import RouterConfig, StreamsConfig, TenantConfig, TenantsConfig, rules_of
@@ -115,6 +115,7 @@ async def serve(
         # The vocabulary is hundreds of thousands of objects that live as long as we do.
         gc.collect()
         gc.freeze()
+        stop = stop_asked()
         write_address(process, await server.start())
         async with asyncio.TaskGroup() as tasks:
             background = [
@@ -123,7 +124,7 @@ async def serve(
                 *(tasks.create_task(scheduler.run()) for scheduler in schedulers),
             ]
             await server.set_serving(True)
-            await wait_for_signal()
+            await stop.wait()
             await server.set_serving(False)
             await drain(live, serving.drain_timeout_s)
             await server.stop(_CLOSE_STREAMS_S)

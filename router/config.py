@@ -6,7 +6,7 @@ import msgspec
 
 from headrace.service.config import help_text
 from router.core.admission import Limits, TenantLimits
-from router.core.global_queue import Policy
+from router.core.line import Policy
 from router.core.pauses import SlowClient, UnreadLimits
 from router.rules import Rules
 
@@ -58,7 +58,11 @@ class StreamsConfig(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
     """What a client that reads too slowly may leave waiting, and what becomes of its request."""
 
     max_unread_tokens: Annotated[
-        int, help_text("Tokens of a completion that may wait for its client.", ge=1)
+        int,
+        help_text(
+            "Tokens of a completion that may wait for its client; with logprobs an eighth.",
+            ge=1,
+        ),
     ] = 65_536
     slow_client: Annotated[
         SlowClient,

@@ -5,15 +5,19 @@ say comes in here too. Nothing awaits, so each call sees and leaves a whole stat
 completions; requests, callers and deadlines are `router`'s.
 """
 
+import functools
 from collections.abc import Callable, Sequence
 from typing import Protocol
 
 from headrace.service.errors import ServiceError
 from router import outcomes
-from router.core.global_queue import Entry, GlobalQueue
+from router.core.credit import WorkerReport
+from router.core.global_queue import GlobalQueue
+from router.core.line import Entry
 from router.core.pauses import Pauses, UnreadLimits, Verdict
-from router.core.placement import Pool, WorkerKey, WorkerReport
+from router.core.placement import Need, Pool, WorkerKey
 from router.core.service_rate import ServiceRate
+from router.core.turns import turns
 from router.request import (
     CancelReason,
     Completion,
@@ -71,8 +75,8 @@ class Dispatcher:
         """clock is monotonic, wall_clock since the epoch; both in seconds."""
         self.pool = pool
         self.queue = queue
-        self.rate = ServiceRate()
-        self._had_waiting = False
+        self._rate_by_model: dict[str, ServiceRate] = {}
+        self._models_with_waiting: set[str] = set()
         self._unread = unread
         self._pauses: Pauses[Completion] = Pauses(unread.max_pause_s)
         self.owner: CompletionOwner | None = None
@@ -87,12 +91,18 @@ class Dispatcher:
     def num_in_flight(self) -> int:
         return len(self._in_flight)
 
+    @property
+    def num_paused(self) -> int:
+        return len(self._pauses)
+
     def enqueue(self, completion: Completion) -> None:
         """Let it wait; `pump` sends it."""
         request = completion.request
+        completion.max_unread_tokens = self._unread.of(has_logprobs=request.spec.has_logprobs)
         self.queue.push(
             Entry(
                 key=completion.key,
+                model=request.spec.model,
                 order=completion.key,
                 arrival=request.timeline.arrived,
                 num_tokens=completion.num_tokens,
@@ -117,7 +127,8 @@ class Dispatcher:
 
     def has_read(self, completion: Completion) -> None:
         """More of it was sent to its client: if it is paused, it may go on."""
-        if not completion.is_paused or not self._unread.may_go_on(completion.num_unread):
+        limit = completion.max_unread_tokens
+        if not completion.is_paused or not self._unread.may_go_on(completion.num_unread, limit):
             return
         self._end_pause(completion)
         if self._in_flight.get(completion.handle) is completion:
@@ -165,6 +176,7 @@ class Dispatcher:
             self._on_admission(admission.handle, admission.num_cached_tokens, admission.time_unix_s)
         for logprobs in news.logprobs:
             self._on_logprobs(logprobs)
+        self._on_drafts(news)
         unread = self._on_tokens(news)
         for ended in news.ended:
             completion = self._in_flight.get(ended.handle)
@@ -179,10 +191,16 @@ class Dispatcher:
         if news.ended or news.admissions or unread:
             self.pump()
 
+    def _on_drafts(self, news: StepNews) -> None:
+        """Count what speculation brought."""
+        for handle, counts in zip(news.handles, news.draft_counts, strict=False):
+            if (completion := self._in_flight.get(handle)) is not None:
+                completion.request.num_draft_tokens += counts[0]
+                completion.request.num_accepted_draft_tokens += counts[1]
+
     def _on_tokens(self, news: StepNews) -> list[Completion]:
         """Append what came; returns completions of which too much is unread."""
         in_flight, token_ids, begin = self._in_flight, news.token_ids, 0
-        max_unread_tokens = self._unread.max_unread_tokens
         unread: list[Completion] = []
         for handle, count in zip(news.handles, news.num_new_tokens, strict=True):
             end = begin + count
@@ -194,7 +212,8 @@ class Dispatcher:
                 if request.timeline.first_token is None:
                     request.timeline.first_token = self._clock()
                 request.wake()
-                if completion.num_unread > max_unread_tokens:
+                num_unread = len(completion.token_ids) - completion.num_streamed
+                if num_unread > completion.max_unread_tokens:
                     unread.append(completion)
             begin = end
         return unread
@@ -214,48 +233,55 @@ class Dispatcher:
         self.pump()
 
     def pump(self) -> None:
-        """Dispatch from the head of the queue for as long as a worker has credit."""
+        """Dispatch what workers have credit for."""
         now = self._clock()
-        num_tokens = 0
-        while (completion := self.queue.peek()) is not None:
-            request = completion.request
-            worker = self.pool.choose(
-                request.spec.model,
-                num_prompt_tokens=completion.num_tokens,
-                max_tokens=request.max_tokens - len(completion.token_ids),
-                now=now,
-                prefix=request.prefix,
-            )
-            if worker is None:
-                if self._is_servable(completion, now):
-                    break
-                # It was let in for a worker that has gone since; nobody may wait behind it.
-                error = outcomes.no_longer_fits(request.spec)
-                self._told().completion_failed(completion, error)
-                continue
-            num_tokens += completion.num_tokens
-            self._dispatch(completion, worker)
-        self.rate.observe(now, num_tokens=num_tokens, is_waiting=self._had_waiting)
-        self._had_waiting = len(self.queue) > 0
+        for model, line in self.queue.lines:
+            num_tokens = 0
+            needed_by = functools.partial(self._need, now=now)
+            for completion, need, worker in turns(line, self.pool, needed_by, now):
+                if worker is None:
+                    # It was let in for a worker that has gone since; nobody may wait behind it.
+                    error = outcomes.no_longer_fits(completion.request.spec)
+                    self._told().completion_failed(completion, error)
+                    continue
+                num_tokens += need.num_tokens
+                self._dispatch(completion, worker, need)
+            had_waiting = model in self._models_with_waiting
+            self.rate(model).observe(now, num_tokens=num_tokens, is_waiting=had_waiting)
+            if line:
+                self._models_with_waiting.add(model)
+            else:
+                self._models_with_waiting.discard(model)
 
-    def _is_servable(self, completion: Completion, now: float) -> bool:
-        """Whether a worker that is ready, or may yet be, could hold it when empty."""
+    def rate(self, model: str) -> ServiceRate:
+        """How fast the model's line moves."""
+        return self._rate_by_model.setdefault(model, ServiceRate())
+
+    def _need(self, completion: Completion, *, now: float) -> Need:
         request = completion.request
-        num_tokens = len(request.prompt_token_ids) + request.max_tokens
-        capacities = self.pool.capacities(request.spec.model, now)
-        return not capacities or any(c.num_tokens >= num_tokens for c in capacities)
+        spec = request.spec
+        urgency = self.queue.line(spec.model).urgency(spec.priority, now - request.timeline.arrived)
+        if urgency is not None:
+            completion.priority = urgency
+        return Need(
+            spec.model,
+            completion.num_tokens,
+            request.max_tokens - len(completion.token_ids),
+            request.prefix,
+            urgency or 0,
+        )
 
-    def _dispatch(self, completion: Completion, worker: WorkerKey) -> None:
+    def _dispatch(self, completion: Completion, worker: WorkerKey, need: Need) -> None:
         self.queue.remove(completion.key)
         if not completion.num_dispatches:
             # What is lost with a scheduler and computed again is not the tenant's to pay.
-            completion.request.account.charge_prompt(completion.num_tokens)
+            completion.request.account.charge_prompt(need.num_tokens)
         completion.handle = self._next_handle()
         completion.link = self._links[worker.scheduler]
         completion.num_dispatches += 1
         completion.is_admitted = False
         self._in_flight[completion.handle] = completion
-        completion.sent = self.pool.send(worker, completion.num_tokens, completion.request.prefix)
+        completion.sent = self.pool.send(worker, need)
         completion.link.submit(completion)
         self._status.dispatched(completion)
 
@@ -278,11 +304,11 @@ class Dispatcher:
 
     def _restrain(self, completion: Completion) -> None:
         """More of it is unread than may be."""
-        match self._unread.verdict(completion.num_unread, is_paused=completion.is_paused):
+        num_unread, limit = completion.num_unread, completion.max_unread_tokens
+        match self._unread.verdict(num_unread, limit, is_paused=completion.is_paused):
             case Verdict.PAUSE:
                 self._pause(completion)
             case Verdict.GIVE_UP:
-                limit = self._unread.max_unread_tokens
                 self._give_up(completion, f"more than {limit} of its tokens are unread")
             case Verdict.GO_ON:
                 pass

@@ -93,8 +93,9 @@ class Completion:
 
     __slots__ = (
         "epoch", "finish", "handle", "has_echoed", "index", "is_admitted", "is_paused", "key",
-        "link", "logprobs", "num_cached_tokens", "num_dispatches", "num_streamed",
-        "prompt_logprobs", "request", "request_id", "sent", "text", "token_ids",
+        "link", "logprobs", "max_unread_tokens", "num_cached_tokens", "num_dispatches",
+        "num_streamed", "priority", "prompt_logprobs", "request", "request_id", "sent", "text",
+        "token_ids",
     )  # fmt: skip
 
     def __init__(self, request: "Request", index: int, key: int, text: CompletionText) -> None:
@@ -103,6 +104,7 @@ class Completion:
         self.index = index
         self.key = key
         self.handle = 0
+        self.priority = spec.priority  # as it is sent
         self.request_id = spec.request_id if spec.n == 1 else f"{spec.request_id}#{index}"
         self.text = text
         self.epoch = 1
@@ -113,6 +115,7 @@ class Completion:
         self.num_dispatches = 0
         self.num_cached_tokens = 0
         self.token_ids = array("i")  # everything generated, over all epochs
+        self.max_unread_tokens = 0  # the dispatcher's
         self.num_streamed = 0  # how many of token_ids the stream has taken
         self.has_echoed = False
         self.logprobs: list[object] = []  # not yet taken by the stream
@@ -167,6 +170,8 @@ class Request:
     completions: list[Completion] = field(default_factory=list)
     error: ServiceError | None = None
     num_preemptions: int = 0
+    num_draft_tokens: int = 0
+    num_accepted_draft_tokens: int = 0
     paused_s: float = 0.0  # of pauses that are over, summed up over all completions
     last_round: int = -1
     _waiter: "asyncio.Future[None] | None" = None
@@ -241,6 +246,8 @@ class StepNews:
     handles: Sequence[int]  # [num_completions]
     num_new_tokens: Sequence[int]  # [num_completions]
     token_ids: Sequence[int]  # [sum(num_new_tokens)]
+    # [num_completions] drafts verified and accepted, or [0] when there were none.
+    draft_counts: Sequence[tuple[int, int]] = ()
     ended: Sequence[Ended] = ()
     admissions: Sequence[Admission] = ()
     logprobs: Sequence[Logprobs] = ()

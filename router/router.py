@@ -13,14 +13,12 @@ from dataclasses import dataclass
 
 from headrace.service.errors import ServiceError, aborted
 from router import outcomes
-from router.core.admission import Ask, QueueLoad, Reject, Situation, decide
 from router.core.deadlines import Deadlines
-from router.core.fairness import FairShare
 from router.core.global_queue import GlobalQueue
-from router.core.permits import Permits
 from router.core.placement import Pool
 from router.core.prefix_index import prefix_of
 from router.dispatcher import Dispatcher
+from router.gate import Gate
 from router.request import (
     Completion,
     Finish,
@@ -42,10 +40,12 @@ _MAX_REMEMBERED = 20_000
 
 @dataclass(slots=True, eq=False)
 class Reservation:
-    """A request id in use; request is None while its prompt is being read."""
+    """A request id in use since its caller came; request is None while its prompt is being read."""
 
     request_id: str
     tenant: str
+    arrived: float
+    arrived_unix_s: float
     request: Request | None = None
     is_aborted: bool = False
 
@@ -63,14 +63,9 @@ class Router:
         wall_clock: Callable[[], float] = time.time,
     ) -> None:
         """clock is monotonic, wall_clock since the epoch; both in seconds."""
-        self._shares = FairShare(
-            {tenant: limits.weight for tenant, limits in rules.limits_by_tenant.items()},
-            default_weight=rules.tenant_limits.weight,
-            output_price=rules.output_price,
-        )
         self.dispatcher = Dispatcher(
             pool,
-            GlobalQueue(rules.policy, self._shares, aging_s=rules.priority_aging_s),
+            GlobalQueue(rules.make_line),
             status,
             unread=rules.unread,
             clock=clock,
@@ -81,8 +76,7 @@ class Router:
         # Of requests that were let in, how many ended how; the rest of num_accepted is live.
         self.num_accepted = 0
         self.num_ended: Counter[FinishReason] = Counter()
-        self._limits = rules.limits
-        self._permits = Permits(rules.limits, rules.tenant_limits, rules.limits_by_tenant)
+        self._gate = Gate(rules, self.dispatcher, status, clock)
         self._status = status
         self._clock = clock
         self._wall_clock = wall_clock
@@ -91,7 +85,6 @@ class Router:
         self._deadlines = Deadlines()
         self._waker = Waker()
         self._owner_by_ended_id: OrderedDict[str, str] = OrderedDict()
-        self._num_preparing = 0
         self._last_key = 0
         self._idle = asyncio.Event()
         self._idle.set()
@@ -136,24 +129,33 @@ class Router:
             raise outcomes.draining()
         if request_id in self._reservations:
             raise outcomes.duplicate(request_id)
-        refusal = self._permits.enter(tenant, self._clock())
-        if refusal is not None:
-            raise outcomes.rejected(refusal)
-        reservation = Reservation(request_id, tenant)
+        self._gate.enter(tenant)
+        reservation = Reservation(request_id, tenant, self._clock(), self._wall_clock())
         self._reservations[request_id] = reservation
         self._idle.clear()
-        self._num_preparing += 1
         try:
             yield reservation
         finally:
             del self._reservations[request_id]
             if reservation.request is None:
-                self._num_preparing -= 1
+                self._gate.stop_reading(tenant)
             else:
                 self._close(reservation.request)
-            self._permits.leave(tenant, self._clock())
+            self._gate.leave(tenant)
             if not self._reservations:
                 self._idle.set()
+
+    def max_prompt_tokens(self, model: str) -> int:
+        """No worker that is ready takes a longer prompt; 0 while none is ready."""
+        capacities = self.pool.capacities(model, self._clock())
+        return max((capacity.num_tokens for capacity in capacities), default=0)
+
+    def check(self, spec: Spec, least_tokens: int) -> None:
+        """Raise if a request cannot be let in, whose prompt has so many tokens or more.
+
+        Called before the prompt is read: what is hopeless is refused before it costs anything.
+        """
+        self._gate.check(spec, least_tokens, self._deadline(spec), is_read=False)
 
     def submit(
         self,
@@ -167,29 +169,26 @@ class Router:
 
         prompt_text is what an echo shows. The deadline in spec is on the wall clock.
         """
-        now, wall_now = self._clock(), self._wall_clock()
         if reservation.is_aborted:
             raise aborted("ABORTED", f"{spec.request_id} was aborted before it was queued")
-        deadline = None
-        if spec.deadline_unix_s is not None:
-            deadline = now + (spec.deadline_unix_s - wall_now)
-        max_tokens = self._admit(spec, len(prompt_token_ids), deadline, now)
+        deadline = self._deadline(spec)
+        max_tokens = self._gate.check(spec, len(prompt_token_ids), deadline, is_read=True)
         request = Request(
             spec=spec,
             prompt_token_ids=prompt_token_ids,
             prompt_text=prompt_text,
             max_tokens=max_tokens,
-            arrived_unix_s=wall_now,
-            timeline=Timeline(arrived=now),
+            arrived_unix_s=reservation.arrived_unix_s,
+            timeline=Timeline(arrived=reservation.arrived),
             number=self._next_key(),
-            account=self._shares.account(spec.tenant),
+            account=self.dispatcher.queue.line(spec.model).shares.account(spec.tenant),
             waker=self._waker,
             prefix=prefix_of(prompt_token_ids, spec.cache_salt),
             deadline=deadline,
         )
-        self._permits.spend_tokens(spec.tenant, spec.n * len(prompt_token_ids), now)
+        self._gate.spend(spec.tenant, spec.n * len(prompt_token_ids))
+        self._gate.stop_reading(spec.tenant)
         self.num_accepted += 1
-        self._num_preparing -= 1
         reservation.request = request
         self._requests[request.number] = request
         if deadline is not None:
@@ -275,35 +274,15 @@ class Router:
         """No scheduler takes it, or its client does not read."""
         self._fail(completion.request, error)
 
+    def _deadline(self, spec: Spec) -> float | None:
+        """On the monotonic clock."""
+        if spec.deadline_unix_s is None:
+            return None
+        return self._clock() + (spec.deadline_unix_s - self._wall_clock())
+
     def pause_began(self) -> None:
         """It may be the next thing to expire."""
         self._deadline_added.set()
-
-    def _admit(self, spec: Spec, num_prompt_tokens: int, deadline: float | None, now: float) -> int:
-        """The request's max_tokens, or the error that says why it is not let in."""
-        ask = Ask(
-            num_prompt_tokens=num_prompt_tokens,
-            max_tokens=spec.max_tokens,
-            min_tokens=spec.min_tokens,
-            num_completions=spec.n,
-            deadline=deadline,
-        )
-        queue, rate = self.dispatcher.queue, self.dispatcher.rate
-        situation = Situation(
-            capacities=self.pool.capacities(spec.model, now),
-            # Prompts still being read hold a place each; this one is among them.
-            load=QueueLoad(len(queue) + self._num_preparing - 1, queue.num_tokens),
-            tenant_load=queue.load_of(spec.tenant),
-            predicted_wait_s=rate.predicted_wait_s(queue.tokens_ahead(spec.tenant)),
-            tokens_per_s=rate.tokens_per_s,
-        )
-        tenant_limits = self._permits.limits_of(spec.tenant)
-        verdict = decide(ask, situation, self._limits, tenant_limits, now)
-        if isinstance(verdict, Reject):
-            error = outcomes.rejected(verdict, spec.prompt_field)
-            self._status.rejected(spec, num_prompt_tokens, error.message)
-            raise error
-        return verdict.max_tokens
 
     def _end(self, completion: Completion, finish: Finish) -> None:
         self.dispatcher.withdraw(completion, finish)
@@ -335,8 +314,7 @@ class Router:
             self._end_all(request, Finish(reason))
             self.dispatcher.pump()
         self._deadlines.discard(request.number)
-        num_tokens = request.num_completion_tokens
-        self._permits.spend_tokens(request.spec.tenant, num_tokens, self._clock())
+        self._gate.spend(request.spec.tenant, request.num_completion_tokens)
         self.num_ended[_ending(request)] += 1
         del self._requests[request.number]
         self._owner_by_ended_id[request.spec.request_id] = _scheduler_of(request)

@@ -2,9 +2,11 @@
 
 from collections.abc import Mapping
 from dataclasses import dataclass, field
+from typing import Any
 
 from router.core.admission import Limits, TenantLimits
-from router.core.global_queue import Policy
+from router.core.fairness import FairShare
+from router.core.line import Line, Policy
 from router.core.pauses import UnreadLimits
 
 
@@ -19,3 +21,12 @@ class Rules:
     priority_aging_s: float = 60.0
     output_price: float = 2.0
     unread: UnreadLimits = field(default_factory=UnreadLimits)
+
+    def make_line(self) -> Line[Any]:
+        """An empty line of requests that wait for one model."""
+        shares = FairShare(
+            {tenant: limits.weight for tenant, limits in self.limits_by_tenant.items()},
+            default_weight=self.tenant_limits.weight,
+            output_price=self.output_price,
+        )
+        return Line(self.policy, shares, aging_s=self.priority_aging_s)

@@ -38,6 +38,8 @@ class Usage:
     prompt_tokens: int
     completion_tokens: int
     cached_tokens: int
+    draft_tokens: int
+    accepted_draft_tokens: int
 
 
 @dataclass(frozen=True, slots=True)
@@ -187,7 +189,11 @@ def _is_late(request: Request) -> bool:
 
 def _usage(request: Request) -> Usage:
     return Usage(
-        len(request.prompt_token_ids), request.num_completion_tokens, _cached_tokens(request)
+        len(request.prompt_token_ids),
+        request.num_completion_tokens,
+        _cached_tokens(request),
+        request.num_draft_tokens,
+        request.num_accepted_draft_tokens,
     )
 
 

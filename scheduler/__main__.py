@@ -14,7 +14,7 @@ import msgspec
 from headrace.service import config, telemetry
 from headrace.service.channels import ChannelConfig
 from headrace.service.process import ProcessConfig, run, write_address
-from headrace.service.serving import GrpcServer, ServingConfig, wait_for_signal
+from headrace.service.serving import GrpcServer, ServingConfig, stop_asked
 from headrace.status.states import Writer
 from headrace.status.store import StatusStore
 from scheduler.build import build_pool
@@ -85,11 +85,12 @@ async def serve(
         )
         server = GrpcServer(serving, [FULL_NAME], traces.server_interceptors)
         service.add_to(server.server)
+        stop = stop_asked()
         write_address(process, await server.start())
         async with asyncio.TaskGroup() as tasks:
             background = [tasks.create_task(store.run()), tasks.create_task(workers.run())]
             await server.set_serving(True)
-            await wait_for_signal()
+            await stop.wait()
             await server.set_serving(False)
             logger.info("draining %d requests", len(switchboard.requests))
             if not await workers.drain(serving.drain_timeout_s):

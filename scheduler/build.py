@@ -2,6 +2,7 @@
 
 import logging
 from collections.abc import Callable, Mapping
+from dataclasses import replace
 from pathlib import Path
 
 from scheduler.config import PoolSettings, SchedulerSettings
@@ -33,11 +34,22 @@ def core_config(info: WorkerInfo, settings: SchedulerSettings) -> SchedulerConfi
         max_num_seqs=_narrowed(info.max_num_seqs, settings.max_num_seqs),
         long_prefill_token_threshold=settings.long_prefill_token_threshold,
         policy=settings.policy,
+        priority_preemption=settings.priority_preemption,
         enable_prefix_caching=settings.enable_prefix_caching,
         watermark=settings.watermark,
         num_spec_tokens=num_spec_tokens,
         spec_kind="ngram" if num_spec_tokens else None,
         pipeline_depth=pipeline_depth,
+    )
+
+
+def as_driven(info: WorkerInfo, config: SchedulerConfig) -> WorkerInfo:
+    """What routers are told of a worker: its limits are those of its steps."""
+    return replace(
+        info,
+        max_num_seqs=config.max_num_seqs,
+        max_num_batched_tokens=config.max_num_batched_tokens,
+        displaces_by_priority=config.policy == "priority" and config.priority_preemption,
     )
 
 
@@ -57,7 +69,7 @@ def build_pool(
         return Engine(
             core,
             stream,
-            info,
+            as_driven(info, config),
             switchboard=switchboard,
             clock=clock,
             pipeline_depth=config.pipeline_depth,

@@ -14,6 +14,9 @@ class SchedulerSettings(msgspec.Struct, frozen=True, forbid_unknown_fields=True)
     worker: Annotated[tuple[str, ...], help_text("host:port of a gpuworker to drive.")] = ()
     store_url: Annotated[str, help_text("Status store, redis:// or unix://; empty: none.")] = ""
     policy: Annotated[Literal["fcfs", "priority"], help_text("Order of waiting requests.")] = "fcfs"
+    priority_preemption: Annotated[
+        bool, help_text("Under policy priority, the least urgent give way to more urgent ones.")
+    ] = True
     max_num_batched_tokens: Annotated[
         int, help_text("Tokens a step, at most; 0: as the worker.", ge=0)
     ] = 0

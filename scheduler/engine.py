@@ -39,7 +39,8 @@ from scheduler.worker import (
     WorkerStream,
 )
 
-# How often a loop that has requests, but nothing to run, looks again (deadlines, pauses).
+# How often a loop that has requests, but nothing to run, looks again (deadlines, pauses, rows that
+# the worker may forget).
 _STUCK_RETRY_S = 0.1
 
 
@@ -285,6 +286,8 @@ class Engine:
             self._driver.continue_request(request.key)
         elif self._driver.pause_request(request.key):
             self._journal.paused(request)
+            # What it held is free, whether or not there is anything else to run.
+            self._switchboard.bell.ring()
 
     def _hash_slice(self) -> None:
         """Hash a little of the oldest long prompt; once done, the core has it."""
@@ -365,6 +368,7 @@ class Engine:
                     keys=output.keys,
                     num_new_tokens=output.num_new_tokens,
                     token_ids=output.token_ids,
+                    draft_counts=flight.draft_counts(result, output),
                     finished=finished,
                     started=started,
                     details=details,
@@ -384,7 +388,7 @@ class Engine:
         when = None
         if self._in_flight:
             when = self._last_progress_s + self._step_timeout_s
-        elif self._core.has_unfinished:
+        elif self._core.has_unfinished or self._core.has_freed_rows:
             when = asyncio.get_running_loop().time() + _STUCK_RETRY_S
         try:
             async with asyncio.timeout_at(when):

@@ -50,19 +50,19 @@ class Journal:
 
     def admitted(self, request: LiveRequest, num_cached_tokens: int, worker_id: str) -> None:
         """It runs, for the first time or again."""
-        self._record(request, RequestStatus.RUNNING, worker_id=worker_id)
+        self._record(request, State.RUNNING, worker_id=worker_id)
         if (span := self._spans.get(request.key)) is not None:
             span.add_event("admitted", {telemetry.USAGE_CACHED_TOKENS: num_cached_tokens})
 
     def preempted(self, request: LiveRequest) -> None:
         """It lost its blocks, and waits."""
-        self._record(request, RequestStatus.PREEMPTED)
+        self._record(request, State.PREEMPTED)
         if (span := self._spans.get(request.key)) is not None:
             span.add_event("preempted")
 
     def paused(self, request: LiveRequest) -> None:
         """It lost its blocks because its client does not read, and waits for that."""
-        self._record(request, RequestStatus.PREEMPTED)
+        self._record(request, State.PAUSED)
         if (span := self._spans.get(request.key)) is not None:
             span.add_event("paused")
 
@@ -70,7 +70,8 @@ class Journal:
         self, request: LiveRequest, facts: FinishedRequest, message: str, num_generated: int
     ) -> None:
         """It ended, with so many tokens generated."""
-        self._record(request, facts.status, detail=message, completion_tokens=num_generated)
+        state = State(facts.status.name)
+        self._record(request, state, detail=message, completion_tokens=num_generated)
         if (span := self._spans.pop(request.key, None)) is not None:
             reason = facts.status.name.lower()
             span.set_attribute(telemetry.RESPONSE_FINISH_REASONS, [reason])
@@ -102,7 +103,7 @@ class Journal:
     def _record(
         self,
         request: LiveRequest,
-        status: RequestStatus,
+        state: State,
         *,
         worker_id: str | None = None,
         detail: str | None = None,
@@ -113,7 +114,7 @@ class Journal:
         self._store.record(
             Update(
                 request_id=request.submission.request_id,
-                state=State(status.name),
+                state=state,
                 time_unix_s=self._clock(),
                 epoch=request.submission.epoch,
                 detail=detail,

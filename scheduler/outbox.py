@@ -10,11 +10,13 @@ from collections.abc import Sequence
 from dataclasses import dataclass, field
 
 import numpy as np
+from numpy.typing import NDArray
 
 from scheduler.core.plan import EMPTY_INT32, Int32Array, RequestStatus
 from scheduler.requests import UInt32Array
 
 EMPTY_UINT32: UInt32Array = np.empty(0, dtype=np.uint32)
+NO_DRAFTS: Int32Array = np.empty((0, 2), dtype=np.int32)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -57,6 +59,8 @@ class News:
     handles: UInt32Array = field(default_factory=lambda: EMPTY_UINT32)  # [num_requests]
     num_new_tokens: Int32Array = field(default_factory=lambda: EMPTY_INT32)  # [num_requests]
     token_ids: Int32Array = field(default_factory=lambda: EMPTY_INT32)  # [sum(num_new_tokens)]
+    # [num_requests, 2] drafts verified and accepted, or [0, 2] when nobody had any.
+    draft_counts: Int32Array = field(default_factory=lambda: NO_DRAFTS)
     finished: tuple[Ending, ...] = ()
     admitted: tuple[FirstAdmission, ...] = ()
     logprobs: tuple[HandleLogprobs, ...] = ()
@@ -161,10 +165,24 @@ def merge(news: Sequence[News]) -> News:
             np.add.reduceat(counts, first, dtype=np.int32) if len(first) else EMPTY_INT32
         ),
         token_ids=token_ids[source],
+        draft_counts=_merge_draft_counts(news, order, first),
         finished=tuple(ending for item in news for ending in item.finished),
         admitted=tuple(admission for item in news for admission in item.admitted),
         logprobs=_merge_logprobs([entry for item in news for entry in item.logprobs]),
     )
+
+
+def _merge_draft_counts(
+    news: Sequence[News], order: NDArray[np.intp], first: NDArray[np.intp]
+) -> Int32Array:
+    """Sums by handle: order sorts the pieces by it, first is where each handle's begin."""
+    if not any(len(item.draft_counts) for item in news):
+        return NO_DRAFTS
+    counts = [
+        item.draft_counts if len(item.draft_counts) else np.zeros((len(item.handles), 2), np.int32)
+        for item in news
+    ]
+    return np.add.reduceat(np.concatenate(counts)[order], first, axis=0, dtype=np.int32)
 
 
 def _merge_logprobs(entries: Sequence[HandleLogprobs]) -> tuple[HandleLogprobs, ...]:

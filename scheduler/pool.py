@@ -215,8 +215,8 @@ class Pool:
             retry_s = min(2 * retry_s, _MAX_RETRY_S)
 
     def _start(self, worker: ManagedWorker, info: WorkerInfo) -> Engine:
-        worker.info = info
         worker.engine = self._make_engine(info, worker.connector.execute())
+        worker.info = worker.engine.info
         worker.state = WorkerState.READY
         self._switchboard.bell.ring()
         logger.info(

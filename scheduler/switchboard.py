@@ -14,7 +14,7 @@ import numpy as np
 
 from scheduler.core.plan import EMPTY_INT32, FinishedRequest, Int32Array, Int64Array
 from scheduler.journal import Journal
-from scheduler.outbox import Ending, FirstAdmission, HandleLogprobs, News, Outbox
+from scheduler.outbox import NO_DRAFTS, Ending, FirstAdmission, HandleLogprobs, News, Outbox
 from scheduler.requests import Home, LiveRequest, RequestTable, Submission
 
 EMPTY_INT64: Int64Array = np.empty(0, dtype=np.int64)
@@ -72,6 +72,8 @@ class StepNews:
     keys: Int64Array = field(default_factory=lambda: EMPTY_INT64)  # [num_requests]
     num_new_tokens: Int32Array = field(default_factory=lambda: EMPTY_INT32)  # [num_requests]
     token_ids: Int32Array = field(default_factory=lambda: EMPTY_INT32)  # [sum(num_new_tokens)]
+    # [num_requests, 2] drafts verified and accepted, or [0, 2] when nobody had any.
+    draft_counts: Int32Array = field(default_factory=lambda: NO_DRAFTS)
     finished: Sequence[Finish] = ()
     started: Sequence[Start] = ()
     details: Sequence[TokenDetails] = ()
@@ -142,17 +144,20 @@ class Switchboard:
         for connection in concerned:
             if (outbox := self._outboxes.get(connection)) is None:
                 continue
+            draft_counts = news.draft_counts
             if len(concerned) == 1:
                 columns = handles, news.num_new_tokens, news.token_ids
             else:
                 mine = connections == connection  # [num_requests]
                 mine_by_token = np.repeat(mine, news.num_new_tokens)
                 columns = handles[mine], news.num_new_tokens[mine], news.token_ids[mine_by_token]
+                draft_counts = draft_counts[mine] if len(draft_counts) else draft_counts
             outbox.push(
                 News(
                     handles=columns[0],
                     num_new_tokens=columns[1],
                     token_ids=columns[2],
+                    draft_counts=draft_counts,
                     finished=_for_router(connection, news.finished),
                     admitted=_for_router(connection, news.started),
                     logprobs=_for_router(connection, news.details),

@@ -31,6 +31,7 @@ class WorkerInfo:
 
     num_kv_blocks does not count the reserved null block 0. num_spec_tokens drafts, at most, come
     with a result for each request. pipeline_depth plans may usefully be without a result.
+    displaces_by_priority is not the worker's to say, but ours (see `build`).
     """
 
     worker_id: str
@@ -45,6 +46,7 @@ class WorkerInfo:
     eos_token_ids: tuple[int, ...] = ()
     num_spec_tokens: int = 0
     pipeline_depth: int = 1
+    displaces_by_priority: bool = False
     role: WorkerRole = WorkerRole.MIXED
     device: str = ""
     dtype: str = ""

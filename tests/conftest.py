@@ -5,6 +5,11 @@ import signal
 from pathlib import Path
 
 import pytest
+from hypothesis import HealthCheck, settings
+
+# How long an example takes says how busy the machine is.
+settings.register_profile("busy", deadline=None, suppress_health_check=[HealthCheck.too_slow])
+settings.load_profile("busy")
 
 # As the gpuworker sets it, and before any test imports torch: a busy machine must not stall us.
 os.environ.setdefault("OMP_WAIT_POLICY", "PASSIVE")

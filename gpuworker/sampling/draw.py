@@ -11,9 +11,9 @@ import torch
 
 from gpuworker.kernels.ops import Draws
 from gpuworker.sampling.noise import gumbel, gumbel_argmax
-from gpuworker.sampling.truncate import Truncation, thresholds
+from gpuworker.sampling.truncate import Truncation, exact_thresholds, thresholds
 
-# Most nuclei are smaller than the first, nearly all than the second; the others take everything.
+# Most nuclei are smaller than the first, nearly all than the second.
 _NUM_CANDIDATES = (64, 1024)
 
 
@@ -67,9 +67,14 @@ def _draw(draws: _Rows) -> torch.Tensor:
             draws.scaled[whole], draws.seeds[whole], draws.positions[whole]
         )
     left = (~is_off).nonzero().squeeze(1)
-    for num_candidates in (*_NUM_CANDIDATES, draws.scaled.shape[1]):
+    for num_candidates in _NUM_CANDIDATES:
         if len(left):
             left = _draw_from_candidates(draws, left, num_candidates, token_ids)
+    if len(left):
+        scaled = draws.scaled[left]
+        threshold = exact_thresholds(scaled, draws.truncation.of(left))
+        scaled.masked_fill_(scaled < threshold[:, None], -torch.inf)
+        token_ids[left] = gumbel_argmax(scaled, draws.seeds[left], draws.positions[left])
     return token_ids
 
 

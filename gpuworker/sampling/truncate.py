@@ -12,6 +12,8 @@ import torch
 # Torch sums this many neighbours in one order, however many rows there are; a single row of a whole
 # vocabulary it would share out among threads.
 _SUM_WIDTH = 256
+_NUM_SLICES = 4096
+_MAX_SORTED = 1024
 
 
 @dataclass(frozen=True, slots=True)
@@ -46,27 +48,84 @@ def thresholds(
         a threshold means nothing where it is not.
     """
     vocab_size, num_candidates = scaled.shape[1], candidates.shape[1]
-    largest = candidates[:, :1]
-    floor = (largest[:, 0].double() + truncation.min_p.log()).float()
+    largest, smallest = candidates[:, :1], candidates[:, -1]
+    floor = _min_p_floor(largest[:, 0], truncation.min_p)
     top_k = torch.where(truncation.top_k > 0, truncation.top_k, vocab_size)
     kth = candidates.gather(1, (top_k.clamp(max=num_candidates) - 1)[:, None]).squeeze(1)
-    # A row without top_k keeps everything; one whose top_k is past the candidates fails below.
+    # A row without top_k keeps everything; of one whose top_k is past the candidates, they do not
+    # tell how much top_p is a part of.
     floor = torch.where(top_k < vocab_size, torch.maximum(floor, kth), floor)
+    is_floor_known = (top_k <= num_candidates) | (top_k >= vocab_size)
 
     mass = (candidates - largest).exp_().masked_fill_(candidates < floor[:, None], 0.0)
     mass = mass.cumsum(1, dtype=torch.float64)
-    total = mass[:, -1]
-    is_open = floor == -torch.inf
-    if is_open.any():
-        total = torch.where(is_open, _row_sums((scaled - largest).exp_()), total)
+    total = mass[:, -1].clone()
+    # Where tokens behind the candidates are not below the floor, they count as well.
+    is_open = (floor <= smallest) & (truncation.top_p < 1) & is_floor_known
+    is_open &= num_candidates < vocab_size
+    rows = is_open.nonzero().squeeze(1)
+    if len(rows):
+        weights = (scaled[rows] - largest[rows]).exp_()
+        total[rows] = _row_sums(weights.masked_fill_(scaled[rows] < floor[rows, None], 0.0))
     index = (mass < (truncation.top_p * total)[:, None]).sum(1)
     is_nucleus_inside = (index < num_candidates) | (truncation.top_p >= 1)
     edge = candidates.gather(1, index.clamp(max=num_candidates - 1)[:, None]).squeeze(1)
     threshold = torch.where(truncation.top_p < 1, torch.maximum(floor, edge), floor)
-    is_enough = is_nucleus_inside & (candidates[:, -1] < threshold)
-    if num_candidates == vocab_size:
-        is_enough = torch.ones_like(is_enough)
-    return threshold, is_enough
+    is_enough = is_floor_known & is_nucleus_inside & (smallest < threshold)
+    return threshold, is_enough | (num_candidates == vocab_size)
+
+
+def exact_thresholds(scaled: torch.Tensor, truncation: Truncation) -> torch.Tensor:
+    """The smallest scaled logit of each row that may be drawn: [num_rows] float32.
+
+    For rows of which many tokens may be drawn: it costs a few passes over a row, and sorts no more
+    than _MAX_SORTED tokens that are not all the same.
+
+    Args:
+        scaled: as for `thresholds`.
+        truncation: of each row.
+    """
+    vocab_size = scaled.shape[1]
+    settings = zip(
+        truncation.top_k.tolist(), truncation.top_p.tolist(), truncation.min_p, strict=True
+    )
+    edges = []
+    for row, (top_k, top_p, min_p) in zip(scaled, settings, strict=True):
+        floor = _min_p_floor(row.max(), min_p)
+        if 0 < top_k < vocab_size:
+            floor = torch.maximum(floor, row.kthvalue(vocab_size - top_k + 1).values)
+        if top_p < 1:
+            # Forbidden tokens have no place among the others, and NaN is not below anything.
+            is_below = row < floor.clamp(min=torch.finfo(row.dtype).min)
+            floor = torch.maximum(floor, _nucleus_edge(row[~is_below], top_p))
+        edges.append(floor)
+    return torch.stack(edges)
+
+
+def _min_p_floor(largest: torch.Tensor, min_p: torch.Tensor) -> torch.Tensor:
+    """The scaled logit of min_p times the likeliest token's probability."""
+    return (largest.double() + min_p.log()).float()
+
+
+def _nucleus_edge(values: torch.Tensor, top_p: float) -> torch.Tensor:
+    """The last of the largest values whose mass reaches top_p of all: a scalar.
+
+    The range that it lies in is cut into slices, again and again, by the mass above each slice.
+    """
+    weights = (values - values.max()).exp_().double()
+    wanted = top_p * weights.sum()
+    above = torch.zeros_like(wanted)
+    while len(values) > _MAX_SORTED and (low := values.min()) < (high := values.max()) < torch.inf:
+        # Rounding keeps the order of values, so a slice is never above a higher one.
+        slices = ((high - values) / (high - low) * _NUM_SLICES).long().clamp_(0, _NUM_SLICES - 1)
+        mass = torch.bincount(slices, weights, minlength=_NUM_SLICES).cumsum(0) + above
+        number = (mass < wanted).sum().clamp_(max=_NUM_SLICES - 1)
+        above = torch.where(number > 0, mass[number - 1], above)
+        is_inside = slices == number
+        values, weights = values[is_inside], weights[is_inside]
+    values, order = values.sort(descending=True)
+    mass = weights[order].cumsum(0) + above
+    return values[(mass < wanted).sum().clamp_(max=len(values) - 1)]
 
 
 def _row_sums(values: torch.Tensor) -> torch.Tensor:

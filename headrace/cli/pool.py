@@ -87,7 +87,8 @@ def _pool_text(found: "PoolInfo") -> str:
         rows.append([*row, f"{used:.0%}"])
     return (
         f"{_table(rows)}\n"
-        f"in the router: {found.num_queued} waiting, {found.num_in_flight} given to schedulers"
+        f"in the router: {found.num_queued} waiting, {found.num_in_flight} given to schedulers, "
+        f"{found.num_paused} paused"
     )
 
 

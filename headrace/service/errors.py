@@ -177,31 +177,42 @@ def _as_service_error(error: Exception, method: str) -> ServiceError:
 class ErrorInterceptor(grpc.aio.ServerInterceptor):
     """Maps what handlers raise to status codes, for unary and streaming handlers."""
 
+    def __init__(self) -> None:
+        # By method: its handler as last seen, and what we made of it.
+        self._made: dict[str, tuple[Any, Any]] = {}
+
     async def intercept_service(
         self,
         continuation: Callable[[grpc.HandlerCallDetails], Awaitable[Any]],
         handler_call_details: grpc.HandlerCallDetails,
     ) -> Any:
-        method = handler_call_details.method.rpartition("/")[2]
+        handler = await continuation(handler_call_details)
+        if handler is None:
+            return None
+        method = handler_call_details.method
+        seen, made = self._made.get(method, (None, None))
+        if seen is not handler:
+            made = _with_errors_mapped(handler, method.rpartition("/")[2])
+            self._made[method] = handler, made
+        return made
 
-        async def unary(call: Callable[[], Awaitable[Any]], context: Any) -> Any:
-            try:
-                return await call()
-            except (grpc.aio.AbortError, grpc.aio.UsageError):
-                raise
-            except Exception as error:  # noqa: BLE001 a bug must become INTERNAL, never a hang
-                await _abort(context, _as_service_error(error, method))
 
-        async def stream(
-            call: Callable[[], AsyncIterator[Any]], context: Any
-        ) -> AsyncIterator[Any]:
-            try:
-                async for message in call():
-                    yield message
-            except (grpc.aio.AbortError, grpc.aio.UsageError):
-                raise
-            except Exception as error:  # noqa: BLE001
-                await _abort(context, _as_service_error(error, method))
+def _with_errors_mapped(handler: Any, method: str) -> Any:
+    async def unary(call: Callable[[], Awaitable[Any]], context: Any) -> Any:
+        try:
+            return await call()
+        except (grpc.aio.AbortError, grpc.aio.UsageError):
+            raise
+        except Exception as error:  # noqa: BLE001 a bug must become INTERNAL, never a hang
+            await _abort(context, _as_service_error(error, method))
 
-        handler = check_decoding(await continuation(handler_call_details), _malformed)
-        return wrap_handler(handler, unary, stream)
+    async def stream(call: Callable[[], AsyncIterator[Any]], context: Any) -> AsyncIterator[Any]:
+        try:
+            async for message in call():
+                yield message
+        except (grpc.aio.AbortError, grpc.aio.UsageError):
+            raise
+        except Exception as error:  # noqa: BLE001
+            await _abort(context, _as_service_error(error, method))
+
+    return wrap_handler(check_decoding(handler, _malformed), unary, stream)

@@ -18,6 +18,7 @@ from headrace.service.handlers import wrap_handler
 from headrace.service.tls import read_authorities, read_pair, read_token
 
 _MAX_PORT = 65_535
+_STOP_SIGNALS = (signal.SIGTERM, signal.SIGINT)
 
 
 class ServingConfig(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
@@ -156,16 +157,20 @@ class GrpcServer:
         )
 
 
-async def wait_for_signal() -> None:
-    """Return at the first SIGTERM or SIGINT; a second one ends the process at once."""
+def stop_asked() -> asyncio.Event:
+    """An event that the first SIGTERM or SIGINT sets; a second one ends the process at once.
+
+    To be called before anybody knows where we listen: until then a signal just ends us.
+    """
     loop = asyncio.get_running_loop()
     asked = asyncio.Event()
-    signals = (signal.SIGTERM, signal.SIGINT)
-    for number in signals:
-        loop.add_signal_handler(number, asked.set)
-    try:
-        await asked.wait()
-    finally:
-        for number in signals:
+
+    def ask() -> None:
+        for number in _STOP_SIGNALS:
             loop.remove_signal_handler(number)
             signal.signal(number, signal.SIG_DFL)
+        asked.set()
+
+    for number in _STOP_SIGNALS:
+        loop.add_signal_handler(number, ask)
+    return asked

@@ -19,6 +19,7 @@ class State(StrEnum):
     DISPATCHED = "DISPATCHED"
     RUNNING = "RUNNING"
     PREEMPTED = "PREEMPTED"
+    PAUSED = "PAUSED"  # its client does not read, or has read and it waits to run again
     STOPPED = "STOPPED"
     LENGTH_CAPPED = "LENGTH_CAPPED"
     REPETITION = "REPETITION"
@@ -39,7 +40,7 @@ class Writer(StrEnum):
     SCHEDULER = "scheduler"
 
 
-_LIVE = frozenset({State.QUEUED, State.DISPATCHED, State.RUNNING, State.PREEMPTED})
+_LIVE = frozenset({State.QUEUED, State.DISPATCHED, State.RUNNING, State.PREEMPTED, State.PAUSED})
 
 # (from, to) -> the one writer, within an epoch. None: there is no record yet.
 _TRANSITIONS: dict[tuple[State | None, State], Writer] = {
@@ -56,6 +57,7 @@ _TRANSITIONS: dict[tuple[State | None, State], Writer] = {
     (State.DISPATCHED, State.ERROR): Writer.SCHEDULER,
     (State.DISPATCHED, State.DEADLINE): Writer.SCHEDULER,
     (State.RUNNING, State.PREEMPTED): Writer.SCHEDULER,
+    (State.RUNNING, State.PAUSED): Writer.SCHEDULER,
     (State.RUNNING, State.STOPPED): Writer.SCHEDULER,
     (State.RUNNING, State.LENGTH_CAPPED): Writer.SCHEDULER,
     (State.RUNNING, State.REPETITION): Writer.SCHEDULER,
@@ -63,11 +65,21 @@ _TRANSITIONS: dict[tuple[State | None, State], Writer] = {
     (State.RUNNING, State.ERROR): Writer.SCHEDULER,
     (State.RUNNING, State.DEADLINE): Writer.SCHEDULER,
     (State.PREEMPTED, State.RUNNING): Writer.SCHEDULER,
-    # The router may find a stop string in tokens that came just before the preemption.
+    # It may end with a token that was in flight when it lost its blocks, and the router may find a
+    # stop string in those that came just before.
     (State.PREEMPTED, State.STOPPED): Writer.SCHEDULER,
+    (State.PREEMPTED, State.LENGTH_CAPPED): Writer.SCHEDULER,
+    (State.PREEMPTED, State.REPETITION): Writer.SCHEDULER,
     (State.PREEMPTED, State.ABORTED): Writer.SCHEDULER,
     (State.PREEMPTED, State.ERROR): Writer.SCHEDULER,
     (State.PREEMPTED, State.DEADLINE): Writer.SCHEDULER,
+    (State.PAUSED, State.RUNNING): Writer.SCHEDULER,
+    (State.PAUSED, State.STOPPED): Writer.SCHEDULER,
+    (State.PAUSED, State.LENGTH_CAPPED): Writer.SCHEDULER,
+    (State.PAUSED, State.REPETITION): Writer.SCHEDULER,
+    (State.PAUSED, State.ABORTED): Writer.SCHEDULER,
+    (State.PAUSED, State.ERROR): Writer.SCHEDULER,
+    (State.PAUSED, State.DEADLINE): Writer.SCHEDULER,
 }
 
 # From any live state, with a greater epoch, and by the router alone.

@@ -16,11 +16,12 @@ logger = logging.getLogger(__name__)
 
 # Encoding a batch holds up the event loop that also streams tokens; this many take it 2 ms.
 _MAX_BATCH_REQUESTS = 64
+# Between two batches, unless a full one waits: a batch costs as much as ten requests' records.
+_BATCH_GAP_S = 0.02
 _FIRST_BACKOFF_S = 0.05
 _MAX_BACKOFF_S = 2.0
 # The router's DISPATCHED and the scheduler's RUNNING race by milliseconds; seconds mean that the
 # other writer is gone.
-_EARLY_PAUSE_S = 0.02
 _EARLY_PATIENCE_S = 5.0
 
 
@@ -111,8 +112,8 @@ class WriteBehind:
             backoff_s = _FIRST_BACKOFF_S
             self.num_refused += batch.num_refused
             self._put_back(self._early_rest(taken, batch.early))
-            if any(batch.early):
-                await asyncio.sleep(_EARLY_PAUSE_S)
+            if any(batch.early) or len(self._pending) < _MAX_BATCH_REQUESTS:
+                await asyncio.sleep(_BATCH_GAP_S)
 
     def _take(self) -> dict[str, _Chain]:
         """The oldest chains, no longer pending."""
@@ -169,15 +170,16 @@ class WriteBehind:
 def _append(updates: list[Update], update: Update) -> None:
     """Adds an update to a chain, merged where the steps between need not be seen.
 
-    A request that is preempted and resumed for hours while the store is away stays short.
+    A request that is preempted, or paused, and resumed for hours while the store is away stays
+    short.
     """
-    flapping = {State.RUNNING, State.PREEMPTED}
+    flapping = {State.RUNNING, State.PREEMPTED, State.PAUSED}
     if updates and _same(updates[-1], update):
         updates[-1] = _merged(updates[-1], update)
     elif (
         len(updates) > 1
         and _same(updates[-2], update)
-        and {updates[-1].state, update.state} == flapping
+        and {updates[-1].state, update.state} <= flapping
     ):
         last = updates.pop()
         updates[-1] = _merged(_merged(updates[-1], last), update)

@@ -377,6 +377,7 @@ class Worker(_message.Message):
     MAX_NUM_BATCHED_TOKENS_FIELD_NUMBER: _builtins.int
     NUM_SPEC_TOKENS_FIELD_NUMBER: _builtins.int
     PIPELINE_DEPTH_FIELD_NUMBER: _builtins.int
+    DISPLACES_BY_PRIORITY_FIELD_NUMBER: _builtins.int
     worker_id: _builtins.str
     """Stable name, e.g. the pod's."""
     incarnation: _builtins.str
@@ -415,6 +416,10 @@ class Worker(_message.Message):
     """Plans that it gains from having without a result: 2 where the next step is launched while one
     runs. 0 (default): 1.
     """
+    displaces_by_priority: _builtins.bool
+    """Whether a request need not wait for a slot, or for KV blocks, while less urgent ones run: one
+    of them gives way at once. Said by a scheduler.
+    """
     @_builtins.property
     def eos_token_ids(self) -> _containers.RepeatedScalarFieldContainer[_builtins.int]:
         """Tokens that end a sequence."""
@@ -441,10 +446,11 @@ class Worker(_message.Message):
         max_num_batched_tokens: _builtins.int = ...,
         num_spec_tokens: _builtins.int = ...,
         pipeline_depth: _builtins.int = ...,
+        displaces_by_priority: _builtins.bool = ...,
     ) -> None: ...
     _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["block_size", b"block_size", "device", b"device", "dtype", b"dtype", "eos_token_ids", b"eos_token_ids", "incarnation", b"incarnation", "max_model_len", b"max_model_len", "max_num_batched_tokens", b"max_num_batched_tokens", "max_num_seqs", b"max_num_seqs", "model", b"model", "num_free_kv_blocks", b"num_free_kv_blocks", "num_kv_blocks", b"num_kv_blocks", "num_running", b"num_running", "num_spec_tokens", b"num_spec_tokens", "num_waiting", b"num_waiting", "pipeline_depth", b"pipeline_depth", "role", b"role", "state", b"state", "vocab_size", b"vocab_size", "worker_id", b"worker_id"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["block_size", b"block_size", "device", b"device", "displaces_by_priority", b"displaces_by_priority", "dtype", b"dtype", "eos_token_ids", b"eos_token_ids", "incarnation", b"incarnation", "max_model_len", b"max_model_len", "max_num_batched_tokens", b"max_num_batched_tokens", "max_num_seqs", b"max_num_seqs", "model", b"model", "num_free_kv_blocks", b"num_free_kv_blocks", "num_kv_blocks", b"num_kv_blocks", "num_running", b"num_running", "num_spec_tokens", b"num_spec_tokens", "num_waiting", b"num_waiting", "pipeline_depth", b"pipeline_depth", "role", b"role", "state", b"state", "vocab_size", b"vocab_size", "worker_id", b"worker_id"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     def WhichOneof(self, oneof_group: _Never) -> None: ...
 

@@ -26,7 +26,7 @@ from google.protobuf import timestamp_pb2 as google_dot_protobuf_dot_timestamp__
 from headrace.v1 import common_pb2 as headrace_dot_v1_dot_common__pb2
 
 
-DESCRIPTOR = _descriptor_pool.Default().AddSerializedFile(b'\n\x1bheadrace/v1/inference.proto\x12\x0bheadrace.v1\x1a\x1fgoogle/protobuf/timestamp.proto\x1a\x18headrace/v1/common.proto\"\xbd\x03\n\x0fGenerateRequest\x12\x12\n\nrequest_id\x18\x01 \x01(\t\x12\r\n\x05model\x18\x02 \x01(\t\x12\x0e\n\x04text\x18\x03 \x01(\tH\x00\x12*\n\ttoken_ids\x18\x04 \x01(\x0b\x32\x15.headrace.v1.TokenIdsH\x00\x12)\n\x04\x63hat\x18\x05 \x01(\x0b\x32\x19.headrace.v1.ChatMessagesH\x00\x12-\n\x08sampling\x18\x06 \x01(\x0b\x32\x1b.headrace.v1.SamplingParams\x12\x10\n\x08priority\x18\x07 \x01(\x05\x12\x0e\n\x06tenant\x18\x08 \x01(\t\x12,\n\x08\x64\x65\x61\x64line\x18\t \x01(\x0b\x32\x1a.google.protobuf.Timestamp\x12\x34\n\x0fresponse_format\x18\n \x01(\x0b\x32\x1b.headrace.v1.ResponseFormat\x12\x12\n\ncache_salt\x18\x0b \x01(\t\x12\"\n\x1ainclude_stop_str_in_output\x18\x0c \x01(\x08\x12\x0c\n\x04\x65\x63ho\x18\r \x01(\x08\x12\x1b\n\x13keep_special_tokens\x18\x0e \x01(\x08\x42\x08\n\x06prompt\"\x17\n\x08TokenIds\x12\x0b\n\x03ids\x18\x01 \x03(\r\"x\n\x0c\x43hatMessages\x12*\n\x08messages\x18\x01 \x03(\x0b\x32\x18.headrace.v1.ChatMessage\x12\"\n\x15\x61\x64\x64_generation_prompt\x18\x02 \x01(\x08H\x00\x88\x01\x01\x42\x18\n\x16_add_generation_prompt\",\n\x0b\x43hatMessage\x12\x0c\n\x04role\x18\x01 \x01(\t\x12\x0f\n\x07\x63ontent\x18\x02 \x01(\t\"\xa5\x01\n\x0eResponseFormat\x12.\n\x04type\x18\x01 \x01(\x0e\x32 .headrace.v1.ResponseFormat.Type\x12\x0e\n\x06schema\x18\x02 \x01(\t\"S\n\x04Type\x12\x14\n\x10TYPE_UNSPECIFIED\x10\x00\x12\r\n\tTYPE_TEXT\x10\x01\x12\x14\n\x10TYPE_JSON_SCHEMA\x10\x02\x12\x10\n\x0cTYPE_GRAMMAR\x10\x03\"\xa9\x01\n\x10GenerateResponse\x12\x12\n\nrequest_id\x18\x01 \x01(\t\x12)\n\x07outputs\x18\x02 \x03(\x0b\x32\x18.headrace.v1.OutputDelta\x12!\n\x05usage\x18\x03 \x01(\x0b\x32\x12.headrace.v1.Usage\x12\x33\n\x0fprompt_logprobs\x18\x04 \x03(\x0b\x32\x1a.headrace.v1.TokenLogprobs\"\x8a\x02\n\x0bOutputDelta\x12\r\n\x05index\x18\x01 \x01(\r\x12\x0c\n\x04text\x18\x02 \x01(\t\x12\x11\n\ttoken_ids\x18\x03 \x03(\r\x12\x1c\n\x14\x66irst_token_position\x18\x04 \x01(\r\x12,\n\x08logprobs\x18\x05 \x03(\x0b\x32\x1a.headrace.v1.TokenLogprobs\x12\x30\n\rfinish_reason\x18\x06 \x01(\x0e\x32\x19.headrace.v1.FinishReason\x12\x0e\n\x04stop\x18\x07 \x01(\tH\x00\x12\x17\n\rstop_token_id\x18\x08 \x01(\rH\x00\x12\x14\n\x0ctext_offsets\x18\t \x03(\rB\x0e\n\x0cmatched_stop\"P\n\x05Usage\x12\x15\n\rprompt_tokens\x18\x01 \x01(\r\x12\x19\n\x11\x63ompletion_tokens\x18\x02 \x01(\r\x12\x15\n\rcached_tokens\x18\x03 \x01(\r\"7\n\rResumeRequest\x12\x12\n\nrequest_id\x18\x01 \x01(\t\x12\x12\n\nfrom_token\x18\x02 \x01(\r\"3\n\x0c\x41\x62ortRequest\x12\x13\n\x0brequest_ids\x18\x01 \x03(\t\x12\x0e\n\x06tenant\x18\x02 \x01(\t\"<\n\rAbortResponse\x12+\n\x08outcomes\x18\x01 \x03(\x0b\x32\x19.headrace.v1.AbortOutcome\"\xbd\x01\n\x0c\x41\x62ortOutcome\x12\x12\n\nrequest_id\x18\x01 \x01(\t\x12\x30\n\x06result\x18\x02 \x01(\x0e\x32 .headrace.v1.AbortOutcome.Result\"g\n\x06Result\x12\x16\n\x12RESULT_UNSPECIFIED\x10\x00\x12\x12\n\x0eRESULT_ABORTED\x10\x01\x12\x1b\n\x17RESULT_ALREADY_FINISHED\x10\x02\x12\x14\n\x10RESULT_NOT_FOUND\x10\x03\"&\n\x10GetStatusRequest\x12\x12\n\nrequest_id\x18\x01 \x01(\t\"\x88\x02\n\x11GetStatusResponse\x12\x12\n\nrequest_id\x18\x01 \x01(\t\x12\r\n\x05state\x18\x02 \x01(\t\x12\r\n\x05\x65poch\x18\x03 \x01(\x04\x12\x0e\n\x06tenant\x18\x04 \x01(\t\x12\r\n\x05model\x18\x05 \x01(\t\x12/\n\x0b\x63reate_time\x18\x06 \x01(\x0b\x32\x1a.google.protobuf.Timestamp\x12/\n\x0bupdate_time\x18\x07 \x01(\x0b\x32\x1a.google.protobuf.Timestamp\x12\x15\n\rprompt_tokens\x18\x08 \x01(\r\x12\x19\n\x11\x63ompletion_tokens\x18\t \x01(\r\x12\x0e\n\x06\x64\x65tail\x18\n \x01(\t\"$\n\x0e\x45xplainRequest\x12\x12\n\nrequest_id\x18\x01 \x01(\t\"\xab\x02\n\x0f\x45xplainResponse\x12\x12\n\nrequest_id\x18\x01 \x01(\t\x12)\n\x06\x65vents\x18\x02 \x03(\x0b\x32\x19.headrace.v1.ExplainEvent\x12S\n\x15steps_waited_by_cause\x18\x03 \x03(\x0b\x32\x34.headrace.v1.ExplainResponse.StepsWaitedByCauseEntry\x12\x19\n\x11recomputed_tokens\x18\x04 \x01(\x04\x12\x15\n\rcached_tokens\x18\x05 \x01(\r\x12\x17\n\x0fnum_preemptions\x18\x06 \x01(\r\x1a\x39\n\x17StepsWaitedByCauseEntry\x12\x0b\n\x03key\x18\x01 \x01(\t\x12\r\n\x05value\x18\x02 \x01(\x04:\x02\x38\x01\"\xac\x01\n\x0c\x45xplainEvent\x12\x12\n\nfirst_step\x18\x01 \x01(\x04\x12\x11\n\tlast_step\x18\x02 \x01(\x04\x12\x0c\n\x04kind\x18\x03 \x01(\t\x12\x0e\n\x06\x64\x65tail\x18\x04 \x01(\t\x12\x12\n\nnum_tokens\x18\x05 \x01(\x04\x12\x1b\n\x0equeue_position\x18\x06 \x01(\rH\x00\x88\x01\x01\x12\x13\n\x0btime_unix_s\x18\x07 \x01(\x01\x42\x11\n\x0f_queue_position\"\x13\n\x11ListModelsRequest\"8\n\x12ListModelsResponse\x12\"\n\x06models\x18\x01 \x03(\x0b\x32\x12.headrace.v1.Model\"[\n\x05Model\x12\x0c\n\x04name\x18\x01 \x01(\t\x12\x15\n\rmax_model_len\x18\x02 \x01(\r\x12\x12\n\nvocab_size\x18\x03 \x01(\r\x12\x19\n\x11num_ready_workers\x18\x04 \x01(\r\"\x10\n\x0eGetPoolRequest\"b\n\x0fGetPoolResponse\x12$\n\x07workers\x18\x01 \x03(\x0b\x32\x13.headrace.v1.Worker\x12\x12\n\nnum_queued\x18\x02 \x01(\r\x12\x15\n\rnum_in_flight\x18\x03 \x01(\r2\x84\x04\n\tInference\x12I\n\x08Generate\x12\x1c.headrace.v1.GenerateRequest\x1a\x1d.headrace.v1.GenerateResponse0\x01\x12\x45\n\x06Resume\x12\x1a.headrace.v1.ResumeRequest\x1a\x1d.headrace.v1.GenerateResponse0\x01\x12>\n\x05\x41\x62ort\x12\x19.headrace.v1.AbortRequest\x1a\x1a.headrace.v1.AbortResponse\x12J\n\tGetStatus\x12\x1d.headrace.v1.GetStatusRequest\x1a\x1e.headrace.v1.GetStatusResponse\x12\x44\n\x07\x45xplain\x12\x1b.headrace.v1.ExplainRequest\x1a\x1c.headrace.v1.ExplainResponse\x12M\n\nListModels\x12\x1e.headrace.v1.ListModelsRequest\x1a\x1f.headrace.v1.ListModelsResponse\x12\x44\n\x07GetPool\x12\x1b.headrace.v1.GetPoolRequest\x1a\x1c.headrace.v1.GetPoolResponseb\x06proto3')
+DESCRIPTOR = _descriptor_pool.Default().AddSerializedFile(b'\n\x1bheadrace/v1/inference.proto\x12\x0bheadrace.v1\x1a\x1fgoogle/protobuf/timestamp.proto\x1a\x18headrace/v1/common.proto\"\xbd\x03\n\x0fGenerateRequest\x12\x12\n\nrequest_id\x18\x01 \x01(\t\x12\r\n\x05model\x18\x02 \x01(\t\x12\x0e\n\x04text\x18\x03 \x01(\tH\x00\x12*\n\ttoken_ids\x18\x04 \x01(\x0b\x32\x15.headrace.v1.TokenIdsH\x00\x12)\n\x04\x63hat\x18\x05 \x01(\x0b\x32\x19.headrace.v1.ChatMessagesH\x00\x12-\n\x08sampling\x18\x06 \x01(\x0b\x32\x1b.headrace.v1.SamplingParams\x12\x10\n\x08priority\x18\x07 \x01(\x05\x12\x0e\n\x06tenant\x18\x08 \x01(\t\x12,\n\x08\x64\x65\x61\x64line\x18\t \x01(\x0b\x32\x1a.google.protobuf.Timestamp\x12\x34\n\x0fresponse_format\x18\n \x01(\x0b\x32\x1b.headrace.v1.ResponseFormat\x12\x12\n\ncache_salt\x18\x0b \x01(\t\x12\"\n\x1ainclude_stop_str_in_output\x18\x0c \x01(\x08\x12\x0c\n\x04\x65\x63ho\x18\r \x01(\x08\x12\x1b\n\x13keep_special_tokens\x18\x0e \x01(\x08\x42\x08\n\x06prompt\"\x17\n\x08TokenIds\x12\x0b\n\x03ids\x18\x01 \x03(\r\"x\n\x0c\x43hatMessages\x12*\n\x08messages\x18\x01 \x03(\x0b\x32\x18.headrace.v1.ChatMessage\x12\"\n\x15\x61\x64\x64_generation_prompt\x18\x02 \x01(\x08H\x00\x88\x01\x01\x42\x18\n\x16_add_generation_prompt\",\n\x0b\x43hatMessage\x12\x0c\n\x04role\x18\x01 \x01(\t\x12\x0f\n\x07\x63ontent\x18\x02 \x01(\t\"\xa5\x01\n\x0eResponseFormat\x12.\n\x04type\x18\x01 \x01(\x0e\x32 .headrace.v1.ResponseFormat.Type\x12\x0e\n\x06schema\x18\x02 \x01(\t\"S\n\x04Type\x12\x14\n\x10TYPE_UNSPECIFIED\x10\x00\x12\r\n\tTYPE_TEXT\x10\x01\x12\x14\n\x10TYPE_JSON_SCHEMA\x10\x02\x12\x10\n\x0cTYPE_GRAMMAR\x10\x03\"\xa9\x01\n\x10GenerateResponse\x12\x12\n\nrequest_id\x18\x01 \x01(\t\x12)\n\x07outputs\x18\x02 \x03(\x0b\x32\x18.headrace.v1.OutputDelta\x12!\n\x05usage\x18\x03 \x01(\x0b\x32\x12.headrace.v1.Usage\x12\x33\n\x0fprompt_logprobs\x18\x04 \x03(\x0b\x32\x1a.headrace.v1.TokenLogprobs\"\x8a\x02\n\x0bOutputDelta\x12\r\n\x05index\x18\x01 \x01(\r\x12\x0c\n\x04text\x18\x02 \x01(\t\x12\x11\n\ttoken_ids\x18\x03 \x03(\r\x12\x1c\n\x14\x66irst_token_position\x18\x04 \x01(\r\x12,\n\x08logprobs\x18\x05 \x03(\x0b\x32\x1a.headrace.v1.TokenLogprobs\x12\x30\n\rfinish_reason\x18\x06 \x01(\x0e\x32\x19.headrace.v1.FinishReason\x12\x0e\n\x04stop\x18\x07 \x01(\tH\x00\x12\x17\n\rstop_token_id\x18\x08 \x01(\rH\x00\x12\x14\n\x0ctext_offsets\x18\t \x03(\rB\x0e\n\x0cmatched_stop\"\x85\x01\n\x05Usage\x12\x15\n\rprompt_tokens\x18\x01 \x01(\r\x12\x19\n\x11\x63ompletion_tokens\x18\x02 \x01(\r\x12\x15\n\rcached_tokens\x18\x03 \x01(\r\x12\x14\n\x0c\x64raft_tokens\x18\x04 \x01(\r\x12\x1d\n\x15\x61\x63\x63\x65pted_draft_tokens\x18\x05 \x01(\r\"7\n\rResumeRequest\x12\x12\n\nrequest_id\x18\x01 \x01(\t\x12\x12\n\nfrom_token\x18\x02 \x01(\r\"3\n\x0c\x41\x62ortRequest\x12\x13\n\x0brequest_ids\x18\x01 \x03(\t\x12\x0e\n\x06tenant\x18\x02 \x01(\t\"<\n\rAbortResponse\x12+\n\x08outcomes\x18\x01 \x03(\x0b\x32\x19.headrace.v1.AbortOutcome\"\xbd\x01\n\x0c\x41\x62ortOutcome\x12\x12\n\nrequest_id\x18\x01 \x01(\t\x12\x30\n\x06result\x18\x02 \x01(\x0e\x32 .headrace.v1.AbortOutcome.Result\"g\n\x06Result\x12\x16\n\x12RESULT_UNSPECIFIED\x10\x00\x12\x12\n\x0eRESULT_ABORTED\x10\x01\x12\x1b\n\x17RESULT_ALREADY_FINISHED\x10\x02\x12\x14\n\x10RESULT_NOT_FOUND\x10\x03\"&\n\x10GetStatusRequest\x12\x12\n\nrequest_id\x18\x01 \x01(\t\"\x88\x02\n\x11GetStatusResponse\x12\x12\n\nrequest_id\x18\x01 \x01(\t\x12\r\n\x05state\x18\x02 \x01(\t\x12\r\n\x05\x65poch\x18\x03 \x01(\x04\x12\x0e\n\x06tenant\x18\x04 \x01(\t\x12\r\n\x05model\x18\x05 \x01(\t\x12/\n\x0b\x63reate_time\x18\x06 \x01(\x0b\x32\x1a.google.protobuf.Timestamp\x12/\n\x0bupdate_time\x18\x07 \x01(\x0b\x32\x1a.google.protobuf.Timestamp\x12\x15\n\rprompt_tokens\x18\x08 \x01(\r\x12\x19\n\x11\x63ompletion_tokens\x18\t \x01(\r\x12\x0e\n\x06\x64\x65tail\x18\n \x01(\t\"$\n\x0e\x45xplainRequest\x12\x12\n\nrequest_id\x18\x01 \x01(\t\"\xab\x02\n\x0f\x45xplainResponse\x12\x12\n\nrequest_id\x18\x01 \x01(\t\x12)\n\x06\x65vents\x18\x02 \x03(\x0b\x32\x19.headrace.v1.ExplainEvent\x12S\n\x15steps_waited_by_cause\x18\x03 \x03(\x0b\x32\x34.headrace.v1.ExplainResponse.StepsWaitedByCauseEntry\x12\x19\n\x11recomputed_tokens\x18\x04 \x01(\x04\x12\x15\n\rcached_tokens\x18\x05 \x01(\r\x12\x17\n\x0fnum_preemptions\x18\x06 \x01(\r\x1a\x39\n\x17StepsWaitedByCauseEntry\x12\x0b\n\x03key\x18\x01 \x01(\t\x12\r\n\x05value\x18\x02 \x01(\x04:\x02\x38\x01\"\xac\x01\n\x0c\x45xplainEvent\x12\x12\n\nfirst_step\x18\x01 \x01(\x04\x12\x11\n\tlast_step\x18\x02 \x01(\x04\x12\x0c\n\x04kind\x18\x03 \x01(\t\x12\x0e\n\x06\x64\x65tail\x18\x04 \x01(\t\x12\x12\n\nnum_tokens\x18\x05 \x01(\x04\x12\x1b\n\x0equeue_position\x18\x06 \x01(\rH\x00\x88\x01\x01\x12\x13\n\x0btime_unix_s\x18\x07 \x01(\x01\x42\x11\n\x0f_queue_position\"\x13\n\x11ListModelsRequest\"8\n\x12ListModelsResponse\x12\"\n\x06models\x18\x01 \x03(\x0b\x32\x12.headrace.v1.Model\"[\n\x05Model\x12\x0c\n\x04name\x18\x01 \x01(\t\x12\x15\n\rmax_model_len\x18\x02 \x01(\r\x12\x12\n\nvocab_size\x18\x03 \x01(\r\x12\x19\n\x11num_ready_workers\x18\x04 \x01(\r\"\x10\n\x0eGetPoolRequest\"v\n\x0fGetPoolResponse\x12$\n\x07workers\x18\x01 \x03(\x0b\x32\x13.headrace.v1.Worker\x12\x12\n\nnum_queued\x18\x02 \x01(\r\x12\x15\n\rnum_in_flight\x18\x03 \x01(\r\x12\x12\n\nnum_paused\x18\x04 \x01(\r2\x84\x04\n\tInference\x12I\n\x08Generate\x12\x1c.headrace.v1.GenerateRequest\x1a\x1d.headrace.v1.GenerateResponse0\x01\x12\x45\n\x06Resume\x12\x1a.headrace.v1.ResumeRequest\x1a\x1d.headrace.v1.GenerateResponse0\x01\x12>\n\x05\x41\x62ort\x12\x19.headrace.v1.AbortRequest\x1a\x1a.headrace.v1.AbortResponse\x12J\n\tGetStatus\x12\x1d.headrace.v1.GetStatusRequest\x1a\x1e.headrace.v1.GetStatusResponse\x12\x44\n\x07\x45xplain\x12\x1b.headrace.v1.ExplainRequest\x1a\x1c.headrace.v1.ExplainResponse\x12M\n\nListModels\x12\x1e.headrace.v1.ListModelsRequest\x1a\x1f.headrace.v1.ListModelsResponse\x12\x44\n\x07GetPool\x12\x1b.headrace.v1.GetPoolRequest\x1a\x1c.headrace.v1.GetPoolResponseb\x06proto3')
 
 _globals = globals()
 _builder.BuildMessageAndEnumDescriptors(DESCRIPTOR, _globals)
@@ -51,40 +51,40 @@ if not _descriptor._USE_C_DESCRIPTORS:
   _globals['_GENERATERESPONSE']._serialized_end=1082
   _globals['_OUTPUTDELTA']._serialized_start=1085
   _globals['_OUTPUTDELTA']._serialized_end=1351
-  _globals['_USAGE']._serialized_start=1353
-  _globals['_USAGE']._serialized_end=1433
-  _globals['_RESUMEREQUEST']._serialized_start=1435
-  _globals['_RESUMEREQUEST']._serialized_end=1490
-  _globals['_ABORTREQUEST']._serialized_start=1492
-  _globals['_ABORTREQUEST']._serialized_end=1543
-  _globals['_ABORTRESPONSE']._serialized_start=1545
-  _globals['_ABORTRESPONSE']._serialized_end=1605
-  _globals['_ABORTOUTCOME']._serialized_start=1608
-  _globals['_ABORTOUTCOME']._serialized_end=1797
-  _globals['_ABORTOUTCOME_RESULT']._serialized_start=1694
-  _globals['_ABORTOUTCOME_RESULT']._serialized_end=1797
-  _globals['_GETSTATUSREQUEST']._serialized_start=1799
-  _globals['_GETSTATUSREQUEST']._serialized_end=1837
-  _globals['_GETSTATUSRESPONSE']._serialized_start=1840
-  _globals['_GETSTATUSRESPONSE']._serialized_end=2104
-  _globals['_EXPLAINREQUEST']._serialized_start=2106
-  _globals['_EXPLAINREQUEST']._serialized_end=2142
-  _globals['_EXPLAINRESPONSE']._serialized_start=2145
-  _globals['_EXPLAINRESPONSE']._serialized_end=2444
-  _globals['_EXPLAINRESPONSE_STEPSWAITEDBYCAUSEENTRY']._serialized_start=2387
-  _globals['_EXPLAINRESPONSE_STEPSWAITEDBYCAUSEENTRY']._serialized_end=2444
-  _globals['_EXPLAINEVENT']._serialized_start=2447
-  _globals['_EXPLAINEVENT']._serialized_end=2619
-  _globals['_LISTMODELSREQUEST']._serialized_start=2621
-  _globals['_LISTMODELSREQUEST']._serialized_end=2640
-  _globals['_LISTMODELSRESPONSE']._serialized_start=2642
-  _globals['_LISTMODELSRESPONSE']._serialized_end=2698
-  _globals['_MODEL']._serialized_start=2700
-  _globals['_MODEL']._serialized_end=2791
-  _globals['_GETPOOLREQUEST']._serialized_start=2793
-  _globals['_GETPOOLREQUEST']._serialized_end=2809
-  _globals['_GETPOOLRESPONSE']._serialized_start=2811
-  _globals['_GETPOOLRESPONSE']._serialized_end=2909
-  _globals['_INFERENCE']._serialized_start=2912
-  _globals['_INFERENCE']._serialized_end=3428
+  _globals['_USAGE']._serialized_start=1354
+  _globals['_USAGE']._serialized_end=1487
+  _globals['_RESUMEREQUEST']._serialized_start=1489
+  _globals['_RESUMEREQUEST']._serialized_end=1544
+  _globals['_ABORTREQUEST']._serialized_start=1546
+  _globals['_ABORTREQUEST']._serialized_end=1597
+  _globals['_ABORTRESPONSE']._serialized_start=1599
+  _globals['_ABORTRESPONSE']._serialized_end=1659
+  _globals['_ABORTOUTCOME']._serialized_start=1662
+  _globals['_ABORTOUTCOME']._serialized_end=1851
+  _globals['_ABORTOUTCOME_RESULT']._serialized_start=1748
+  _globals['_ABORTOUTCOME_RESULT']._serialized_end=1851
+  _globals['_GETSTATUSREQUEST']._serialized_start=1853
+  _globals['_GETSTATUSREQUEST']._serialized_end=1891
+  _globals['_GETSTATUSRESPONSE']._serialized_start=1894
+  _globals['_GETSTATUSRESPONSE']._serialized_end=2158
+  _globals['_EXPLAINREQUEST']._serialized_start=2160
+  _globals['_EXPLAINREQUEST']._serialized_end=2196
+  _globals['_EXPLAINRESPONSE']._serialized_start=2199
+  _globals['_EXPLAINRESPONSE']._serialized_end=2498
+  _globals['_EXPLAINRESPONSE_STEPSWAITEDBYCAUSEENTRY']._serialized_start=2441
+  _globals['_EXPLAINRESPONSE_STEPSWAITEDBYCAUSEENTRY']._serialized_end=2498
+  _globals['_EXPLAINEVENT']._serialized_start=2501
+  _globals['_EXPLAINEVENT']._serialized_end=2673
+  _globals['_LISTMODELSREQUEST']._serialized_start=2675
+  _globals['_LISTMODELSREQUEST']._serialized_end=2694
+  _globals['_LISTMODELSRESPONSE']._serialized_start=2696
+  _globals['_LISTMODELSRESPONSE']._serialized_end=2752
+  _globals['_MODEL']._serialized_start=2754
+  _globals['_MODEL']._serialized_end=2845
+  _globals['_GETPOOLREQUEST']._serialized_start=2847
+  _globals['_GETPOOLREQUEST']._serialized_end=2863
+  _globals['_GETPOOLRESPONSE']._serialized_start=2865
+  _globals['_GETPOOLRESPONSE']._serialized_end=2983
+  _globals['_INFERENCE']._serialized_start=2986
+  _globals['_INFERENCE']._serialized_end=3502
 # @@protoc_insertion_point(module_scope)

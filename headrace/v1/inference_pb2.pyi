@@ -357,22 +357,30 @@ class Usage(_message.Message):
     PROMPT_TOKENS_FIELD_NUMBER: _builtins.int
     COMPLETION_TOKENS_FIELD_NUMBER: _builtins.int
     CACHED_TOKENS_FIELD_NUMBER: _builtins.int
+    DRAFT_TOKENS_FIELD_NUMBER: _builtins.int
+    ACCEPTED_DRAFT_TOKENS_FIELD_NUMBER: _builtins.int
     prompt_tokens: _builtins.int
     """Tokens of the prompt."""
     completion_tokens: _builtins.int
     """Tokens generated, over all n."""
     cached_tokens: _builtins.int
     """Prompt tokens taken from the prefix cache."""
+    draft_tokens: _builtins.int
+    """Drafts (speculative tokens) that steps verified, over all n."""
+    accepted_draft_tokens: _builtins.int
+    """Drafts that turned out right: tokens that came without a step of their own."""
     def __init__(
         self,
         *,
         prompt_tokens: _builtins.int = ...,
         completion_tokens: _builtins.int = ...,
         cached_tokens: _builtins.int = ...,
+        draft_tokens: _builtins.int = ...,
+        accepted_draft_tokens: _builtins.int = ...,
     ) -> None: ...
     _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["cached_tokens", b"cached_tokens", "completion_tokens", b"completion_tokens", "prompt_tokens", b"prompt_tokens"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["accepted_draft_tokens", b"accepted_draft_tokens", "cached_tokens", b"cached_tokens", "completion_tokens", b"completion_tokens", "draft_tokens", b"draft_tokens", "prompt_tokens", b"prompt_tokens"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     def WhichOneof(self, oneof_group: _Never) -> None: ...
 
@@ -830,10 +838,13 @@ class GetPoolResponse(_message.Message):
     WORKERS_FIELD_NUMBER: _builtins.int
     NUM_QUEUED_FIELD_NUMBER: _builtins.int
     NUM_IN_FLIGHT_FIELD_NUMBER: _builtins.int
+    NUM_PAUSED_FIELD_NUMBER: _builtins.int
     num_queued: _builtins.int
     """Requests waiting in this router."""
     num_in_flight: _builtins.int
     """Requests given to schedulers and not finished."""
+    num_paused: _builtins.int
+    """Requests that go on when their clients read; those still with a scheduler are in flight, too."""
     @_builtins.property
     def workers(self) -> _containers.RepeatedCompositeFieldContainer[_common_pb2.Worker]:
         """Every worker known."""
@@ -844,10 +855,11 @@ class GetPoolResponse(_message.Message):
         workers: _abc.Iterable[_common_pb2.Worker] | None = ...,
         num_queued: _builtins.int = ...,
         num_in_flight: _builtins.int = ...,
+        num_paused: _builtins.int = ...,
     ) -> None: ...
     _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["num_in_flight", b"num_in_flight", "num_queued", b"num_queued", "workers", b"workers"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["num_in_flight", b"num_in_flight", "num_paused", b"num_paused", "num_queued", b"num_queued", "workers", b"workers"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     def WhichOneof(self, oneof_group: _Never) -> None: ...
 

@@ -285,12 +285,17 @@ class StepUpdate(_message.Message):
     FINISHED_FIELD_NUMBER: _builtins.int
     ADMITTED_FIELD_NUMBER: _builtins.int
     LOGPROBS_FIELD_NUMBER: _builtins.int
+    DRAFT_COUNTS_FIELD_NUMBER: _builtins.int
     handles: _builtins.bytes
     """uint32 column, [num_requests]."""
     num_new_tokens: _builtins.bytes
     """int32 column, [num_requests]: new tokens of each."""
     token_ids: _builtins.bytes
     """int32 column, [sum(num_new_tokens)]: tokens, request after request."""
+    draft_counts: _builtins.bytes
+    """int32 column, [num_requests, 2]: drafts verified for each with these tokens, and how many of
+    them were right. Empty: none for anybody.
+    """
     @_builtins.property
     def finished(self) -> _containers.RepeatedCompositeFieldContainer[Global___Finished]:
         """Requests that ended in this step, after their tokens here."""
@@ -312,10 +317,11 @@ class StepUpdate(_message.Message):
         finished: _abc.Iterable[Global___Finished] | None = ...,
         admitted: _abc.Iterable[Global___Admitted] | None = ...,
         logprobs: _abc.Iterable[Global___RequestLogprobs] | None = ...,
+        draft_counts: _builtins.bytes = ...,
     ) -> None: ...
     _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["admitted", b"admitted", "finished", b"finished", "handles", b"handles", "logprobs", b"logprobs", "num_new_tokens", b"num_new_tokens", "token_ids", b"token_ids"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["admitted", b"admitted", "draft_counts", b"draft_counts", "finished", b"finished", "handles", b"handles", "logprobs", b"logprobs", "num_new_tokens", b"num_new_tokens", "token_ids", b"token_ids"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     def WhichOneof(self, oneof_group: _Never) -> None: ...
 

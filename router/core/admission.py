@@ -1,10 +1,12 @@
 """Whether a request is let in, decided before anything of it is queued.
 
-First, before its prompt is even read, it needs a permit (see `permits`). Then, in this order: it
-must be servable by some ready worker (its model, its length against max_model_len and the KV
-pool), its tenant must have tokens left, its deadline must lie ahead and be within reach, and there
-must be room in the queue, its tenant's and everybody's. Facts about queue and pool come in as
-arguments; refusals are values, and say what to change or when to try again.
+First, before its prompt is even read, it needs a permit and its tenant's rate must allow it (see
+`permits`). Then, in this order: it must be servable by some ready worker (its model, its length
+against max_model_len and the KV pool), its deadline must lie ahead and be within reach, and there
+must be room in the queue, its tenant's and everybody's. That is decided twice: before the prompt
+is read, with the least number of tokens that it can have, so that what is hopeless costs nothing;
+and with what it has. Facts about queue and pool come in as arguments; refusals are values, and say
+what to change or when to try again.
 """
 
 from collections.abc import Sequence
@@ -94,9 +96,13 @@ class Capacity:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Ask:
-    """What of a request decides its admission; deadline is on the clock of `now`."""
+    """What of a request decides its admission; deadline is on the clock of `now`.
+
+    is_read: num_prompt_tokens is the prompt's, and not only a number that it is not below.
+    """
 
     num_prompt_tokens: int
+    is_read: bool = True
     max_tokens: int | None = None
     min_tokens: int = 0
     num_completions: int = 1
@@ -153,6 +159,7 @@ def fits(ask: Ask, capacities: Sequence[Capacity]) -> Admit | Reject:
     """Whether some worker could serve it when empty; capacities has at least one."""
     best = max(capacities, key=lambda capacity: capacity.num_tokens)
     room = best.num_tokens - ask.num_prompt_tokens
+    prompt = f"{'' if ask.is_read else 'at least '}{ask.num_prompt_tokens} tokens"
     limit = (
         f"max_model_len is {best.max_model_len}"
         if best.max_model_len <= best.num_kv_tokens
@@ -161,20 +168,19 @@ def fits(ask: Ask, capacities: Sequence[Capacity]) -> Admit | Reject:
     if room < 1:
         return Reject(
             Reason.PROMPT_TOO_LONG,
-            f"the prompt has {ask.num_prompt_tokens} tokens and {limit}, one output token "
-            "included; shorten it",
+            f"the prompt has {prompt} and {limit}, one output token included; shorten it",
         )
     if ask.max_tokens is not None and ask.max_tokens > room:
         return Reject(
             Reason.MAX_TOKENS_TOO_LARGE,
-            f"{ask.max_tokens} and a prompt of {ask.num_prompt_tokens} tokens do not fit: {limit}; "
-            f"at most {room} are left for this prompt",
+            f"{ask.max_tokens} and a prompt of {prompt} do not fit: {limit}; at most "
+            f"{room} are left for this prompt",
         )
     if ask.min_tokens > room:
         return Reject(
             Reason.MIN_TOKENS_TOO_LARGE,
             f"{ask.min_tokens} can never come: {limit}, and at most {room} tokens are left for "
-            f"this prompt of {ask.num_prompt_tokens}",
+            f"this prompt of {prompt}",
         )
     return Admit(room if ask.max_tokens is None else ask.max_tokens)
 

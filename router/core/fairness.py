@@ -47,6 +47,9 @@ class Account:
         self.virtual_tokens += num_tokens * self.output_cost
 
 
+_Place = tuple[float, int, Account]
+
+
 class FairShare:
     """Accounts by tenant, and the order among those that wait; the caller is the only writer."""
 
@@ -63,7 +66,8 @@ class FairShare:
         self._account_by_tenant: dict[str, Account] = {}
         # (counter when put in, number, account): counters only grow while one waits, so an
         # outdated place is found at the top and put in again where it belongs now.
-        self._heap: list[tuple[float, int, Account]] = []
+        self._heap: list[_Place] = []
+        self._passed_over: list[_Place] = []
         self._num_pushed = 0
         self._floor = 0.0
         self.num_waiting = 0
@@ -110,9 +114,23 @@ class FairShare:
                 self._push(account)
         return None
 
+    def pass_over(self, tenant: str) -> None:
+        """Leave the tenant whose turn it is out of `next` until `put_back`."""
+        assert self.next() == tenant, f"it is not the turn of {tenant!r}"
+        self._passed_over.append(heapq.heappop(self._heap))
+
+    def put_back(self) -> None:
+        """Those that were passed over have their places again."""
+        for place in self._passed_over:
+            heapq.heappush(self._heap, place)
+        self._passed_over.clear()
+
     def _smallest(self) -> float:
         """The smallest counter among those that wait; the floor when nobody does."""
-        return self._heap[0][2].virtual_tokens if self.next() is not None else self._floor
+        waiting = [place[2] for place in self._passed_over if place[2].is_waiting]
+        if self.next() is not None:
+            waiting.append(self._heap[0][2])
+        return min((account.virtual_tokens for account in waiting), default=self._floor)
 
     def _push(self, account: Account) -> None:
         self._num_pushed += 1

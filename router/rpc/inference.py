@@ -92,6 +92,8 @@ class InferenceServicer:
         token_ids, text = await services.prompts.read(
             model,
             wire.to_prompt(request, bounds),
+            lambda least_tokens: self._router.check(spec, least_tokens),
+            max_tokens=self._router.max_prompt_tokens(model_name),
             echo=spec.echo,
             keep_special_tokens=spec.keep_special_tokens,
         )
@@ -190,6 +192,7 @@ class InferenceServicer:
             workers=sorted(workers, key=lambda worker: worker.worker_id),
             num_queued=self._router.num_queued,
             num_in_flight=self._router.num_in_flight,
+            num_paused=self._router.dispatcher.num_paused,
         )
 
     def _vocab_size(self, model_name: str) -> int:
@@ -223,5 +226,7 @@ def _trailing_metadata(live: Request, router: Router) -> tuple[tuple[str, str], 
         ("x-headrace-paused-s", f"{cost.paused_s:.6f}"),
         ("x-headrace-cached-tokens", str(cost.cached_tokens)),
         ("x-headrace-preemptions", str(cost.num_preemptions)),
+        ("x-headrace-draft-tokens", str(live.num_draft_tokens)),
+        ("x-headrace-accepted-tokens", str(live.num_accepted_draft_tokens)),
         ("x-headrace-durable", "true" if cost.is_durable else "false"),
     )

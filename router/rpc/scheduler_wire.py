@@ -5,7 +5,7 @@ from array import array
 from headrace.service.columns import pack_int32, unpack_int32, unpack_uint32
 from headrace.service.errors import invalid
 from headrace.v1 import common_pb2, scheduler_pb2
-from router.core.placement import Role, WorkerReport, WorkerState
+from router.core.credit import Role, WorkerReport, WorkerState
 from router.request import (
     Admission,
     CancelReason,
@@ -61,7 +61,7 @@ def to_submission(completion: Completion) -> scheduler_pb2.Submission:
         prompt_token_ids=pack_int32(request.prompt_token_ids),
         generated_token_ids=completion.token_ids.tobytes(),
         sampling=spec.sampling,
-        priority=spec.priority,
+        priority=completion.priority,
         # Completions of one request must not tie: of two that are equal in priority and arrival,
         # each would take the other's KV blocks, again and again.
         arrival_time_unix_s=request.arrived_unix_s + completion.index * 1e-6,
@@ -98,10 +98,14 @@ def to_news(update: scheduler_pb2.StepUpdate) -> StepNews:
         raise invalid("step_update.num_new_tokens", f"must have {len(handles)} entries")
     if sum(num_new_tokens) != len(token_ids):
         raise invalid("step_update.token_ids", f"must have {sum(num_new_tokens)} entries")
+    draft_counts = unpack_int32(update.draft_counts, "step_update.draft_counts").tolist()
+    if len(draft_counts) not in {0, 2 * len(handles)}:
+        raise invalid("step_update.draft_counts", f"must have {2 * len(handles)} entries, or none")
     return StepNews(
         handles=handles,
         num_new_tokens=num_new_tokens,
         token_ids=token_ids,
+        draft_counts=list(zip(draft_counts[::2], draft_counts[1::2], strict=True)),
         ended=[_ended(finished) for finished in update.finished],
         admissions=[
             Admission(a.handle, a.num_cached_tokens, a.time_unix_s) for a in update.admitted
@@ -142,4 +146,5 @@ def to_report(worker: common_pb2.Worker) -> WorkerReport:
         num_waiting=worker.num_waiting,
         max_num_batched_tokens=worker.max_num_batched_tokens or _DEFAULT_BATCHED_TOKENS,
         role=_ROLE.get(worker.role, Role.MIXED),
+        displaces_by_priority=worker.displaces_by_priority,
     )

@@ -314,6 +314,8 @@ def to_response(request_id: str, reply: Reply) -> inference_pb2.GenerateResponse
         response.usage.prompt_tokens = reply.usage.prompt_tokens
         response.usage.completion_tokens = reply.usage.completion_tokens
         response.usage.cached_tokens = reply.usage.cached_tokens
+        response.usage.draft_tokens = reply.usage.draft_tokens
+        response.usage.accepted_draft_tokens = reply.usage.accepted_draft_tokens
     if reply.prompt_logprobs:
         response.prompt_logprobs.extend(reply.prompt_logprobs)  # type: ignore[arg-type]
     return response

@@ -128,20 +128,20 @@ def _byte_by_char() -> dict[str, int]:
     return table | {chr(256 + offset): byte for offset, byte in enumerate(others)}
 
 
-_BYTE_BY_CHAR = _byte_by_char()
+BYTE_BY_CHAR = _byte_by_char()
 
 
-def _token_bytes(token: str) -> bytes:
+def token_bytes(token: str) -> bytes:
     """A byte-level token's bytes; one with other characters in it stands for itself."""
     try:
-        return bytes([_BYTE_BY_CHAR[char] for char in token])
+        return bytes([BYTE_BY_CHAR[char] for char in token])
     except KeyError:
         return token.encode("utf-8")
 
 
 class _ByteLevel:
     def __init__(self, tokens: Sequence[str | None], special_ids: frozenset[int]) -> None:
-        self._pieces = [_token_bytes(token) if token else b"" for token in tokens]
+        self._pieces = [token_bytes(token) if token else b"" for token in tokens]
         self._without_special = list(self._pieces)
         for token_id in special_ids:
             self._without_special[token_id] = b""

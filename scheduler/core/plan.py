@@ -240,8 +240,7 @@ class FinishedRequest:
 class StepPlan:
     """One step. The worker applies freed_rows, then row_requests, then the appended blocks.
 
-    freed_rows wait for a plan with rows to run: nobody is woken only to forget. expired are
-    requests whose deadline passed and that this schedule ended.
+    expired are requests whose deadline passed and that this schedule ended.
     """
 
     step_id: int
@@ -265,8 +264,8 @@ class StepPlan:
 
     @property
     def is_worth_sending(self) -> bool:
-        """Whether the worker has anything to do."""
-        return len(self.rows) > 0
+        """Whether the worker has anything to do or to forget."""
+        return bool(len(self.rows) or len(self.freed_rows))
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

@@ -72,6 +72,11 @@ class SchedulerCore:
         """Whether any request is left."""
         return bool(self.state.requests)
 
+    @property
+    def has_freed_rows(self) -> bool:
+        """Whether there are rows that the worker does not know to be free."""
+        return bool(self.state.freed_rows)
+
     def add_request(self, request: NewRequest, now: float) -> None:
         """Queue a request that `refusal` has nothing against."""
         assert request.key not in self.state.requests, f"key {request.key} is in use"
@@ -269,7 +274,7 @@ class SchedulerCore:
             draft_ids = state.table.draft_ids[columns.rows][is_draft]
         return StepPlan(
             step_id=batch.step_id,
-            freed_rows=_taken(state.freed_rows) if len(columns.rows) else EMPTY_INT32,
+            freed_rows=state.take_freed_rows(is_sent_anyhow=len(columns.rows) > 0),
             row_requests=tuple(batch.row_requests),
             appended_block_rows=_taken(batch.grown_rows),
             appended_block_ids=_taken(batch.grown_ids),

@@ -13,6 +13,7 @@ from scheduler.core.batch import StepBatch
 from scheduler.core.explain import History, Ledger
 from scheduler.core.kv_cache import KvCache
 from scheduler.core.plan import (
+    EMPTY_INT32,
     FinishedRequest,
     Int32Array,
     Int64Array,
@@ -29,6 +30,9 @@ from scheduler.core.request_table import BoolArray, IntpArray, RequestTable
 
 # Up to here, serving rows one by one is cheaper than a round of vector operations.
 MAX_WALKED_ROWS = 4
+
+# A worker with nothing to run is not woken for each row that it may forget.
+MAX_FREED_ROW_WAIT_S = 0.1
 
 
 @dataclass(frozen=True, slots=True)
@@ -67,6 +71,7 @@ class SchedulerState:
         # Preempted requests with output in flight, by the admission that the output is from.
         self.stale: dict[int, Request] = {}
         self.freed_rows: list[int] = []
+        self._first_freed = 0.0
         self.pause = Pause.UNPAUSED
         # Whether requests were left waiting when nothing held admissions back.
         self.is_saturated = False
@@ -214,7 +219,19 @@ class SchedulerState:
     def _free_row(self, row: int) -> None:
         self.kv.release(row)
         self.table.vacate(row)
+        if not self.freed_rows:
+            self._first_freed = self.now
         self.freed_rows.append(row)
+
+    def take_freed_rows(self, *, is_sent_anyhow: bool) -> Int32Array:
+        """The rows that a plan is to free; alone they wait a while for a plan that is sent."""
+        if not self.freed_rows or not (
+            is_sent_anyhow or self.now >= self._first_freed + MAX_FREED_ROW_WAIT_S
+        ):
+            return EMPTY_INT32
+        rows = np.array(self.freed_rows, dtype=np.int32)
+        self.freed_rows.clear()
+        return rows
 
     def _note_output_in_flight(self, request: Request, row: int, *, drop_output: bool) -> None:
         admission_id = self.table.admission_id.item(row)

@@ -251,6 +251,7 @@ def _worker(load: WorkerLoad) -> common_pb2.Worker:
         num_waiting=load.num_waiting,
         device=info.device,
         dtype=info.dtype,
+        displaces_by_priority=info.displaces_by_priority,
     )
 
 
@@ -259,6 +260,7 @@ def _step_update(news: News) -> scheduler_pb2.StepUpdate:
         handles=pack_uint32(news.handles),
         num_new_tokens=pack_int32(news.num_new_tokens),
         token_ids=pack_int32(news.token_ids),
+        draft_counts=pack_int32(news.draft_counts),
         finished=[_finished(ending) for ending in news.finished],
         admitted=[
             scheduler_pb2.Admitted(

@@ -70,6 +70,7 @@ async def test_serves_from_start_to_sigterm(tmp_path: Path) -> None:
         await stream.write(gpuworker_pb2.StepPlan(step_id=1))
         assert (await stream.read()).step_id == 1
         process.send_signal(signal.SIGTERM)
+        assert (await stream.read()).draining
         with pytest.raises(grpc.aio.AioRpcError) as ended:
             await stream.read()
     assert from_rpc_error(ended.value).reason == "DRAINED"

@@ -9,9 +9,10 @@ import pytest
 import torch
 import transformers
 
-from gpuworker.core.plan import PlanError, SamplingSettings, StepPlan
+from gpuworker.core.plan import PlanError, SamplingSettings, StepPlan, StepResult
 from gpuworker.runner import ModelRunner
 from tests.gpuworker.driver import GREEDY, Driver, int32
+from tests.gpuworker.sampling.chi_square import assert_follows
 from tests.gpuworker.tiny import LLAMA, VOCAB_SIZE, make_runner, save_checkpoint
 
 SAMPLED = SamplingSettings(temperature=1.1, top_p=0.95, seed=2**63 + 5)
@@ -42,7 +43,8 @@ def prompts(count: int, seed: int = 0) -> list[list[int]]:
 
 
 def settings(i: int) -> SamplingSettings:
-    """Greedy and sampled, with and without truncation and penalties."""
+    """Greedy and sampled, with and without what a request may ask for."""
+    sequences = tuple((token, (token * 7 + i) % VOCAB_SIZE) for token in range(6, VOCAB_SIZE))
     kinds = (
         GREEDY,
         replace(SAMPLED, seed=i),
@@ -50,7 +52,17 @@ def settings(i: int) -> SamplingSettings:
         SamplingSettings(temperature=1.5, top_k=5, seed=i, frequency_penalty=0.5),
         SamplingSettings(temperature=0.0, repetition_penalty=1.2),
         SamplingSettings(temperature=1.0, min_p=0.02, seed=i, min_tokens=4),
-    )
+        SamplingSettings(temperature=0.9, seed=i, bad_token_ids=((9,), *sequences), num_logprobs=2),
+        SamplingSettings(temperature=0.0, bad_token_ids=sequences, repetition_penalty=1.1),
+        SamplingSettings(
+            temperature=1.2, top_p=0.8, top_k=60, min_p=0.01, seed=i, presence_penalty=1.0,
+            min_tokens=6, stop_token_ids=tuple(range(6, 60)), num_logprobs=0,
+        ),
+        SamplingSettings(
+            temperature=0.0, logit_bias=((7, 3.0), (50, -100.0)), num_logprobs=5,
+            num_prompt_logprobs=1,
+        ),
+    )  # fmt: skip
     return kinds[i % len(kinds)]
 
 
@@ -60,15 +72,21 @@ def test_32_requests_with_preemptions_give_what_each_gives_alone(
 ) -> None:
     driver = Driver(make_runner(checkpoint, num_kv_blocks=300, attention=attention))
     num_output = 12
-    alone = []
+    alone, logprobs_alone = [], []
     for i, tokens in enumerate(prompts(32)):
         driver.add(0, tokens, settings(i))
-        alone.append(driver.finish(0, num_output))
-        driver.free(0)
+        logprobs: list[list[float]] = []
+        while len(driver.requests[0].output) < num_output:
+            request = driver.requests[0]
+            result = driver.step({0: len(request.tokens) - request.num_computed_tokens})
+            logprobs += sampled_logprobs(result).get(0, [])
+        alone.append(driver.free(0).output)
+        logprobs_alone.append(logprobs)
 
     rng = np.random.default_rng(1)
     waiting = list(enumerate(prompts(32)))
     outputs: dict[int, list[int]] = {}
+    logprobs_together: dict[int, list[list[float]]] = {i: [] for i in range(32)}
     index_by_row: dict[int, int] = {}
     num_preemptions = 0
     while waiting or index_by_row:
@@ -82,8 +100,9 @@ def test_32_requests_with_preemptions_give_what_each_gives_alone(
             request = driver.requests[row]
             left = len(request.tokens) - request.num_computed_tokens
             scheduled[row] = min(left, int(rng.integers(1, 40)))
-        driver.step(scheduled)
+        told = sampled_logprobs(driver.step(scheduled))
         for row, i in list(index_by_row.items()):
+            logprobs_together[i] += told.get(row, [])
             outputs[i] = driver.requests[row].output
             is_done = len(outputs[i]) >= num_output
             if is_done or rng.random() < 0.1:
@@ -94,6 +113,19 @@ def test_32_requests_with_preemptions_give_what_each_gives_alone(
                     waiting.insert(0, (i, old.tokens[: old.num_prompt_tokens]))
     assert num_preemptions > 10
     assert [outputs[i][:num_output] for i in range(32)] == alone
+    assert list(logprobs_together.values()) == logprobs_alone
+    assert sum(map(len, logprobs_alone)) == num_output * sum(
+        settings(i).num_logprobs is not None for i in range(32)
+    )
+
+
+def sampled_logprobs(result: StepResult) -> dict[int, list[list[float]]]:
+    """Of each row that asked: those of its tokens and of the likeliest ones, to the last bit."""
+    return {
+        row.row: np.column_stack((row.tokens.logprobs, row.tokens.top_logprobs)).tolist()
+        for row in result.logprobs
+        if row.tokens is not None
+    }
 
 
 def test_a_first_chunk_samples_nothing(driver: Driver) -> None:
@@ -168,6 +200,40 @@ def test_its_own_drafts_give_the_same_tokens_in_fewer_steps(
         scheduled, num_steps = 1, num_steps + 1
     assert request.output[:60] == expected
     assert num_steps < 48
+
+
+def test_what_is_sampled_behind_a_draft_follows_the_models_distribution(driver: Driver) -> None:
+    """At a draft's place and behind it; a wrong draft must not colour what comes instead."""
+    prompt = prompts(1, seed=3)[0]
+    few = replace(SAMPLED, top_p=1.0, logit_bias=FEW_TOKENS)
+    draft = FEW_TOKENS[1][0]
+
+    def distribution(tokens: list[int]) -> np.ndarray:
+        """Over the vocabulary, from the model's own log probabilities and the three biases."""
+        driver.add(0, tokens, replace(few, num_logprobs=VOCAB_SIZE))
+        columns = driver.step({0: len(tokens)}).logprobs[0].tokens
+        driver.free(0)
+        assert columns is not None
+        weights = np.zeros(VOCAB_SIZE)
+        weights[columns.top_token_ids[0]] = np.exp(columns.top_logprobs[0] / few.temperature)
+        weights[[t for t in range(VOCAB_SIZE) if t not in dict(FEW_TOKENS)]] = 0
+        return weights / weights.sum()
+
+    first, second = distribution(prompt), distribution([*prompt, draft])
+    at_draft, behind = [], []
+    for start in range(0, 2000, 40):
+        for row in range(40):
+            driver.add(row, prompt[:8] if row % 2 else prompt, replace(few, seed=start + row))
+        scheduled = {row: len(driver.requests[row].tokens) for row in range(40)}
+        driver.step(scheduled, {row: [draft] for row in range(0, 40, 2)})
+        for row in range(40):
+            output = driver.free(row).output
+            if row % 2 == 0:
+                at_draft.append(output[0])
+                behind += output[1:]
+    assert_follows(at_draft, first)
+    assert_follows(behind, second)
+    assert len(behind) == at_draft.count(draft) > 100
 
 
 def test_drafts_end_before_max_model_len(checkpoint: Path) -> None:

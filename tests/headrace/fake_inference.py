@@ -74,6 +74,8 @@ class FakeInference(inference_pb2_grpc.InferenceServicer):
         response.usage.prompt_tokens = 7
         response.usage.completion_tokens = len(words)
         response.usage.cached_tokens = 3
+        response.usage.draft_tokens = 5
+        response.usage.accepted_draft_tokens = 4
         yield response
 
     @staticmethod
@@ -133,7 +135,7 @@ class FakeInference(inference_pb2_grpc.InferenceServicer):
         return response
 
     async def GetPool(self, request, context):
-        response = inference_pb2.GetPoolResponse(num_queued=2, num_in_flight=3)
+        response = inference_pb2.GetPoolResponse(num_queued=2, num_in_flight=3, num_paused=1)
         response.workers.add(
             worker_id="w0",
             model=MODEL,

@@ -13,7 +13,7 @@ from pathlib import Path
 
 from headrace.service.config import load
 from headrace.service.process import ProcessConfig, write_address
-from headrace.service.serving import ServingConfig, wait_for_signal
+from headrace.service.serving import ServingConfig, stop_asked
 from headrace.v1 import inference_pb2
 from tests.headrace import fake_inference
 
@@ -55,11 +55,12 @@ async def main() -> None:
         overrides={name: getattr(arguments, name) for name in names},
     )
     _, server, address = await fake_inference.start(config)
+    stop = stop_asked()
     write_address(ProcessConfig(address_file=arguments.address_file), address)
     if behaviour == "stubborn":
         signal.signal(signal.SIGTERM, signal.SIG_IGN)
         await asyncio.Event().wait()
-    await wait_for_signal()
+    await stop.wait()
     print("draining", file=sys.stderr, flush=True)
     await server.stop(0)
 

@@ -213,7 +213,7 @@ async def test_status_explain_models_pool_and_resume(client):
     assert (model.name, model.max_model_len) == ("fake", 2048)
     pool = await client.pool()
     assert (pool.workers[0].state, pool.workers[0].role) == ("ready", "unspecified")
-    assert (pool.num_queued, pool.num_in_flight) == (2, 3)
+    assert (pool.num_queued, pool.num_in_flight, pool.num_paused) == (2, 3, 1)
     (delta,) = [d async for d in client.resume("r1", 4)]
     assert (delta.text, delta.first_token_position) == ("again", 4)
 

@@ -45,6 +45,8 @@ class Script:
     reason: int = common_pb2.FINISH_REASON_LENGTH
     stop_token_id: int | None = None
     message: str = ""
+    # Drafts verified and accepted in each step.
+    draft_counts: tuple[int, int] = (0, 0)
 
 
 @dataclass
@@ -131,7 +133,7 @@ class FakeScheduler:
                 connection.outbox.put_nowait(scheduler_pb2.SchedulerMessage(step_update=update))
 
     def _step(self, connection, num_tokens):
-        handles, counts, token_ids = [], [], []
+        handles, counts, token_ids, draft_counts = [], [], [], []
         update = scheduler_pb2.StepUpdate()
         for handle, generation in list(connection.live.items()):
             script = generation.script
@@ -150,6 +152,7 @@ class FakeScheduler:
             if new:
                 handles.append(handle)
                 counts.append(len(new))
+                draft_counts.extend(script.draft_counts)
                 token_ids.extend(new)
                 self._add_logprobs(update, generation, new)
             if generation.position >= len(script.token_ids):
@@ -162,6 +165,8 @@ class FakeScheduler:
         update.handles = pack_uint32(np.array(handles, np.uint32))
         update.num_new_tokens = pack_int32(np.array(counts, np.int32))
         update.token_ids = pack_int32(np.array(token_ids, np.int32))
+        if any(draft_counts):
+            update.draft_counts = pack_int32(np.array(draft_counts, np.int32))
         return update
 
     def _add_logprobs(self, update, generation, new):

@@ -70,9 +70,9 @@ class Stack:
             or router.num_queued
             or router.num_in_flight
             or router._requests
-            or router._num_preparing
+            or router._gate.num_reading
             or len(router._deadlines)
-            or router.dispatcher.queue.num_tokens
+            or router.dispatcher.queue.load.num_tokens
             or router.pool.num_in_flight()
         )
 

@@ -1,15 +1,18 @@
 """Reading prompts: inline when short, beside the event loop when long, bounded in any case."""
 
 import asyncio
+import contextlib
 import threading
+import time
 
 import numpy as np
 import pytest
+from grpc import StatusCode
 
 from headrace.service.errors import ServiceError
 from router.prompts import ChatPrompt, PromptReader, TextPrompt, TokenPrompt
 from router.text.chat import ChatTemplate
-from router.text.tokenizer import ModelText
+from router.text.tokenizer import ModelText, load_model_text
 from tests.router.tiny_models import byte_level_model
 
 MODEL = byte_level_model()
@@ -17,14 +20,40 @@ MODEL = byte_level_model()
 
 @pytest.fixture
 def reader():
-    reader = PromptReader(num_threads=1, max_waiting_chars=10_000)
+    reader = PromptReader(num_threads=1, max_waiting_chars=100_000)
     yield reader
-    assert reader._num_waiting_chars == 0
+    assert reader.num_waiting_chars == 0
     reader.close()
 
 
-async def read(reader, prompt, *, model=MODEL, echo=False, keep_special_tokens=False):
-    return await reader.read(model, prompt, echo=echo, keep_special_tokens=keep_special_tokens)
+async def read(
+    reader, prompt, check=lambda _: None, *, model=MODEL, echo=False, keep_special_tokens=False
+):
+    return await reader.read(
+        model,
+        prompt,
+        check,
+        max_tokens=1_000,
+        echo=echo,
+        keep_special_tokens=keep_special_tokens,
+    )
+
+
+@contextlib.contextmanager
+def busy(lane):
+    """Its thread is busy until the block is left."""
+    is_busy, go_on = threading.Event(), threading.Event()
+
+    def be_busy():
+        is_busy.set()
+        go_on.wait()
+
+    lane._executor.submit(be_busy)
+    is_busy.wait()
+    try:
+        yield
+    finally:
+        go_on.set()
 
 
 def chat(*contents, role="user"):
@@ -63,20 +92,63 @@ async def test_a_prompt_that_comes_to_nothing_is_refused(reader):
 
 
 async def test_more_text_than_may_wait_is_refused_and_room_comes_back(reader):
-    is_busy, go_on = threading.Event(), threading.Event()
+    with busy(reader._short):
+        waiting = [asyncio.create_task(read(reader, TextPrompt("h" * 40_000))) for _ in range(2)]
+        await asyncio.sleep(0)
+        with pytest.raises(ServiceError) as caught:
+            await read(reader, TextPrompt("h" * 30_000))
+        assert (caught.value.reason, caught.value.retry_after_s) == ("TOO_MANY_PROMPTS", 1.0)
+        assert len((await read(reader, TextPrompt("h" * 100)))[0]) == 100
+    assert [len(token_ids) for token_ids, _ in await asyncio.gather(*waiting)] == [40_000] * 2
+    assert len((await read(reader, TextPrompt("h" * 30_000)))[0]) == 30_000
 
-    def be_busy():
-        is_busy.set()
-        go_on.wait()
 
-    reader._executor.submit(be_busy)
-    is_busy.wait()
-    waiting = asyncio.create_task(read(reader, TextPrompt("h" * 6_000)))
-    await asyncio.sleep(0)
-    with pytest.raises(ServiceError) as caught:
-        await read(reader, TextPrompt("h" * 6_000))
-    assert (caught.value.reason, caught.value.retry_after_s) == ("TOO_MANY_PROMPTS", 1.0)
-    assert len((await read(reader, TextPrompt("h" * 100)))[0]) == 100
-    go_on.set()
-    assert len((await waiting)[0]) == 6_000
-    assert len((await read(reader, TextPrompt("h" * 6_000)))[0]) == 6_000
+async def test_big_prompts_are_waited_for_by_no_other(reader):
+    big = "hello " * 16_000
+    with busy(reader._big):
+        waiting = asyncio.create_task(read(reader, TextPrompt(big)))
+        await asyncio.sleep(0)
+        with pytest.raises(ServiceError, match="too many long prompts"):
+            await read(reader, TextPrompt(big))
+        assert len((await read(reader, TextPrompt("h" * 30_000)))[0]) == 30_000
+        assert len((await read(reader, chat("h" * 30_000)))[0]) > 30_000
+    assert len((await waiting)[0]) == 32_000
+
+
+async def test_what_is_hopeless_is_refused_before_it_waits(reader):
+    def check(num_tokens):
+        assert num_tokens > 1_000
+        raise ServiceError(StatusCode.INVALID_ARGUMENT, "INVALID_FIELD", "too long")
+
+    big = "hello " * 16_000
+    with busy(reader._big):
+        for prompt in (TextPrompt(big), chat(big), TokenPrompt(np.ones(32_000, np.int32))):
+            with pytest.raises(ServiceError, match="too long"):
+                await read(reader, prompt, check, echo=True)
+
+
+async def test_the_number_checked_is_not_above_what_is_read(reader):
+    checked = []
+    for prompt in (TextPrompt("hello <|end|>"), chat("hello", "wo"), TextPrompt("hellé" * 900)):
+        token_ids, _ = await read(reader, prompt, checked.append)
+        assert 1 <= checked.pop() <= len(token_ids)
+
+
+async def test_neither_lock_nor_event_loop_is_held_while_megabytes_are_read(model_path):
+    reader, model = PromptReader(), load_model_text(model_path)
+    try:
+        text = "The quick brown fox jumps over the lazy dog; then 12 things happened. " * 20_000
+        big = [asyncio.create_task(read(reader, TextPrompt(text), model=model)) for _ in range(3)]
+        waits = []
+        while not all(task.done() for task in big):
+            began = time.perf_counter()
+            await asyncio.sleep(0.002)
+            await read(reader, TextPrompt("hello world"), model=model)
+            await read(reader, TextPrompt("hello world" * 1_000), model=model)
+            waits.append(time.perf_counter() - began)
+        assert len(waits) > 50
+        # One of these takes most of a second by itself; a lock would be held for as long.
+        assert sorted(waits)[int(0.99 * len(waits))] < 0.2
+        assert len({len((await task)[0]) for task in big}) == 1
+    finally:
+        reader.close()

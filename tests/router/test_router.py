@@ -2,7 +2,6 @@
 
 import contextlib
 import dataclasses
-import random
 from array import array
 
 import numpy as np
@@ -11,10 +10,10 @@ import pytest
 from headrace.service.errors import ServiceError
 from headrace.status.states import Writer
 from headrace.status.store import StatusStore
-from router.core.admission import Limits
-from router.core.pauses import UnreadLimits
-from router.core.placement import Pool, WorkerReport, WorkerState
-from router.request import Admission, Ended, Finish, FinishReason, Refusal, Spec, StepNews
+from router.core.admission import Limits, TenantLimits
+from router.core.credit import WorkerReport, WorkerState
+from router.core.placement import Pool
+from router.request import Admission, Ended, Finish, FinishReason, Spec, StepNews
 from router.router import Router
 from router.rules import Rules
 from router.status_log import StatusLog
@@ -63,17 +62,17 @@ class Bench:
         self.links = {}
         self.add("s", max_num_seqs=max_num_seqs)
 
-    def add(self, name, max_num_seqs=4):
+    def add(self, name, max_num_seqs=4, **worker):
         link = self.links[name] = Link(name)
         self.dispatcher.connected(link)
-        self.dispatcher.on_report(name, [report(name, max_num_seqs)], is_draining=False)
+        self.dispatcher.on_report(name, [report(name, max_num_seqs, **worker)], is_draining=False)
         return link
 
-    def enter(self, request_id, num_tokens=10, *, tenant="", **fields):
+    def enter(self, request_id, num_tokens=10, *, tenant="", model="m", **fields):
         """Let a request in; returns what ends its caller's stay, and the request."""
         stay = self.router.reserve(request_id, tenant)
         reservation = stay.__enter__()
-        spec = Spec(request_id=request_id, model="m", sampling=None, tenant=tenant, **fields)
+        spec = Spec(request_id=request_id, model=model, sampling=None, tenant=tenant, **fields)
         try:
             request = self.router.submit(
                 reservation, spec, np.ones(num_tokens, np.int32), "", TOKENIZER
@@ -83,9 +82,9 @@ class Bench:
             raise
         return (lambda: stay.__exit__(None, None, None)), request
 
-    def step(self, link="s", num_tokens=1, *, ends=()):
-        """Every request that the link has gets tokens."""
-        handles = list(self.links[link].sent)
+    def step(self, link="s", num_tokens=1, *, ends=(), handles=None):
+        """The requests with these handles, or all that the link has, get tokens."""
+        handles = list(self.links[link].sent) if handles is None else handles
         self.dispatcher.on_step(
             StepNews(
                 handles=handles,
@@ -104,28 +103,29 @@ class Bench:
         assert (router.num_live, router.num_queued, router.num_in_flight) == (0, 0, 0)
         assert not router._requests
         assert not len(router._deadlines)
-        assert router._permits.num_live == 0
+        assert (router._gate.permits.num_live, router._gate.num_reading) == (0, 0)
         assert router.pool.num_in_flight() == 0
-        assert router.dispatcher.queue.num_tokens == 0
+        assert router.dispatcher.queue.load.num_tokens == 0
         assert router.num_accepted == sum(router.num_ended.values())
         assert all(not link.sent for link in self.links.values())
 
 
-def report(name, max_num_seqs):
-    return WorkerReport(
-        worker_id=f"w-{name}",
-        incarnation="1",
-        model="m",
-        state=WorkerState.READY,
-        max_model_len=100_000,
-        block_size=16,
-        num_kv_blocks=100_000,
-        max_num_seqs=max_num_seqs,
-        vocab_size=1000,
-        num_free_kv_blocks=100_000,
-        num_running=0,
-        num_waiting=0,
-    )
+def report(name, max_num_seqs, **changes):
+    values = {
+        "worker_id": f"w-{name}",
+        "incarnation": "1",
+        "model": "m",
+        "state": WorkerState.READY,
+        "max_model_len": 100_000,
+        "block_size": 16,
+        "num_kv_blocks": 100_000,
+        "max_num_seqs": max_num_seqs,
+        "vocab_size": 1000,
+        "num_free_kv_blocks": 100_000,
+        "num_running": 0,
+        "num_waiting": 0,
+    }
+    return WorkerReport(**(values | changes))
 
 
 def test_four_completions_aborted_a_thousand_times_leave_nothing():
@@ -230,6 +230,42 @@ def test_a_refused_prompt_gives_its_permit_back():
     bench.assert_empty()
 
 
+def test_prompts_being_read_hold_places_of_all_and_of_their_tenant():
+    tenant_limits = TenantLimits(max_queued_requests=2)
+    bench = Bench(
+        max_num_seqs=0,
+        waiting_allowance=0,
+        limits=Limits(max_queued_requests=3),
+        tenant_limits=tenant_limits,
+    )
+    a, b = (Spec(request_id="r", model="m", sampling=None, tenant=t) for t in "ab")
+    with contextlib.ExitStack() as stays:
+        for number in range(2):
+            stays.enter_context(bench.router.reserve(f"a-{number}", "a"))
+        bench.router.check(a, 0)
+        full = pytest.raises(ServiceError, match="2 requests of this tenant wait")
+        with bench.router.reserve("a-2", "a"), full:
+            bench.router.check(a, 0)
+        with bench.router.reserve("b-0", "b"):
+            bench.router.check(b, 0)
+        leave, _ = bench.enter("b-1", tenant="b")
+        full = pytest.raises(ServiceError, match="3 requests wait")
+        with bench.router.reserve("b-2", "b"), full:
+            bench.router.check(b, 0)
+    leave()
+    bench.assert_empty()
+
+
+def test_a_request_has_arrived_when_its_caller_came_not_when_its_prompt_was_read():
+    bench = Bench()
+    with bench.router.reserve("r", "") as reservation:
+        bench.time += 5.0
+        spec = Spec(request_id="r", model="m", sampling=None)
+        request = bench.router.submit(reservation, spec, np.ones(9, np.int32), "", TOKENIZER)
+        assert (request.timeline.arrived, request.arrived_unix_s) == (1000.0, 1000.0)
+    bench.assert_empty()
+
+
 def test_what_fits_no_worker_any_more_fails_and_holds_up_nobody():
     bench = Bench(waiting_allowance=0, max_num_seqs=0)
     leave_large, large = bench.enter("large", max_tokens=90_000)
@@ -251,107 +287,3 @@ def test_without_any_worker_requests_wait():
     assert request.error is None
     assert bench.router.num_queued == 1
     leave()
-
-
-class Chaos:
-    """Anything that can happen, by chance."""
-
-    def __init__(self, seed):
-        self.chance = random.Random(seed)
-        unread = UnreadLimits(max_unread_tokens=3, max_pause_s=0.5)
-        self.bench = Bench(limits=Limits(max_queued_requests=30), unread=unread)
-        self.bench.add("t")
-        self.stays = {}
-
-    def any_link(self):
-        return self.bench.links[self.chance.choice(list(self.bench.links))]
-
-    def enter(self):
-        request_id = f"r-{self.chance.randrange(40)}"
-        soon = self.bench.time + self.chance.random() * 5
-        is_refused = request_id in self.stays or self.bench.router.num_queued > 26
-        with pytest.raises(ServiceError) if is_refused else contextlib.suppress(ServiceError):
-            self.stays[request_id] = self.bench.enter(
-                request_id,
-                self.chance.randrange(1, 300),
-                n=4 if is_refused else self.chance.choice([1, 1, 4]),
-                tenant=self.chance.choice("abc"),
-                deadline_unix_s=soon if self.chance.random() < 0.3 else None,
-            )[0]
-
-    def read(self):
-        for request in list(self.bench.router._requests.values()):
-            for completion in request.completions:
-                completion.num_streamed += self.chance.randint(0, completion.num_unread)
-                self.bench.dispatcher.has_read(completion)
-
-    def step(self):
-        link = self.any_link()
-        sent = list(link.sent)
-        ends = self.chance.sample(sent, self.chance.randint(0, len(sent)))
-        self.bench.step(link.name, ends=ends)
-
-    def leave(self):
-        if self.stays:
-            self.stays.pop(self.chance.choice(list(self.stays)))()
-
-    def abort(self):
-        self.bench.router.abort(f"r-{self.chance.randrange(40)}")
-
-    def refuse(self):
-        link = self.any_link()
-        if link.sent:
-            handle = self.chance.choice(list(link.sent))
-            del link.sent[handle]
-            link.paused.discard(handle)
-            reason = self.chance.choice(["NO_WORKER", "INVALID"])
-            self.bench.dispatcher.on_refusal(Refusal(handle, reason, ""))
-
-    def lose(self):
-        link = self.any_link()
-        del self.bench.links[link.name]
-        link.sent.clear()
-        self.bench.dispatcher.lost(link)
-        self.bench.add(link.name)
-
-    def pass_time(self):
-        self.bench.time += self.chance.random() * 0.2
-        self.bench.router.expire()
-        for name in self.bench.links:
-            self.bench.dispatcher.on_report(name, [report(name, 4)], is_draining=False)
-
-    def run(self, num_events):
-        kinds = [self.enter] * 3 + [self.step] * 2
-        kinds += [self.leave, self.abort, self.refuse, self.lose, self.pass_time, self.read]
-        for _ in range(num_events):
-            self.chance.choice(kinds)()
-            self.check()
-        for stay in self.stays.values():
-            stay()
-
-    def check(self):
-        """Every request is live or ended; every completion is in exactly one place.
-
-        Those that are paused may also be in none, while no scheduler has them.
-        """
-        router = self.bench.router
-        assert router.num_accepted == sum(router.num_ended.values()) + len(router._requests)
-        unfinished = [
-            c for r in router._requests.values() for c in r.completions if c.finish is None
-        ]
-        sent = [c for link in self.bench.links.values() for c in link.sent.values()]
-        places = [id(c) for c in (*router.dispatcher.queue, *sent)]
-        held = [id(c) for c in unfinished if c.is_paused and id(c) not in places]
-        assert sorted(places + held) == sorted(id(c) for c in unfinished)
-        paused = [h for link in self.bench.links.values() for h in link.paused]
-        assert len(router.dispatcher._pauses) == len(held) + len(paused)
-        assert not any(c.is_paused for c in router.dispatcher.queue)
-        assert router.pool.num_in_flight() == len(sent) - len(paused)
-
-
-@pytest.mark.parametrize("seed", range(20))
-def test_any_course_of_events_leaves_nothing(seed):
-    chaos = Chaos(seed)
-    chaos.run(400)
-    chaos.bench.assert_empty()
-    assert chaos.bench.router.num_accepted > 50

@@ -4,7 +4,7 @@ import pytest
 
 from headrace.service.errors import ServiceError
 from headrace.v1 import common_pb2
-from scheduler.build import core_config
+from scheduler.build import as_driven, core_config
 from scheduler.config import SchedulerSettings
 from scheduler.rpc.wire import worker_info
 
@@ -46,6 +46,25 @@ def test_settings_narrow_a_workers_limits_and_never_widen_them() -> None:
     assert (narrow.max_num_seqs, narrow.max_num_batched_tokens) == (2, 16)
     wide = core_config(info, SchedulerSettings(max_num_seqs=99, max_num_batched_tokens=99))
     assert (wide.max_num_seqs, wide.max_num_batched_tokens) == (8, 32)
+
+
+def test_routers_are_told_the_limits_that_a_workers_steps_have() -> None:
+    info = worker_info(worker())
+    narrow = SchedulerSettings(max_num_seqs=2, max_num_batched_tokens=16)
+    told = as_driven(info, core_config(info, narrow))
+    assert (told.max_num_seqs, told.max_num_batched_tokens) == (2, 16)
+
+
+@pytest.mark.parametrize(
+    ("policy", "preempts", "displaces"),
+    [("priority", True, True), ("priority", False, False), ("fcfs", True, False)],
+)
+def test_routers_are_told_whether_urgent_requests_displace_others(
+    policy: str, preempts: bool, displaces: bool
+) -> None:
+    info = worker_info(worker())
+    settings = SchedulerSettings(policy=policy, priority_preemption=preempts)  # type: ignore[arg-type]
+    assert as_driven(info, core_config(info, settings)).displaces_by_priority is displaces
 
 
 def test_a_worker_that_says_nonsense_is_refused_with_the_field() -> None:

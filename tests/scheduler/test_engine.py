@@ -37,6 +37,17 @@ async def test_tokens_come_back_in_order_and_the_request_ends_at_max_tokens(dept
     assert abs(received.admitted.time_unix_s - time.time()) < 60
 
 
+async def test_a_worker_learns_that_a_row_is_free_though_nothing_follows():
+    worker = FakeGpuWorker()
+    await worker.start()
+    async with running_scheduler([worker]) as scheduler:
+        await scheduler.ready()
+        async with router_to(scheduler) as router:
+            await router.finished(await router.submit(PROMPT, 3))
+            await until(lambda: bool(worker.plans[-1].freed_rows))
+            assert not worker.plans[-1].rows
+
+
 @DEPTHS
 async def test_eos_ends_a_request_unless_it_is_ignored(depth):
     worker = FakeGpuWorker()

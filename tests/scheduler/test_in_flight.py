@@ -5,7 +5,7 @@ from dataclasses import replace
 import numpy as np
 import pytest
 
-from scheduler.core.plan import EMPTY_INT32, NO_FACTS, StepPlan, StepResult
+from scheduler.core.plan import EMPTY_INT32, NO_FACTS, StepOutput, StepPlan, StepResult
 from scheduler.in_flight import InFlight
 from scheduler.worker import WorkerLostError, WorkerResult
 
@@ -60,3 +60,22 @@ def test_any_other_result_means_that_the_worker_is_lost(
 ) -> None:
     with pytest.raises(WorkerLostError, match=message):
         check(step, num_spec_tokens)
+
+
+def test_drafts_are_counted_for_those_that_got_tokens() -> None:
+    plan = replace(PLAN, rows=int32(0, 1, 2, 3), num_draft_tokens=int32(3, 0, 2, 2))
+    step = replace(RESULT, num_sampled_tokens=int32(2, 1, 3, 1), token_ids=int32(*range(7)))
+    result = WorkerResult(step=step, logprobs=(), message_by_failed_row={}, elapsed_s=0.0)
+    keys = np.array([10, 11, 12, 13], dtype=np.int64)
+    # The third was cancelled on the way.
+    output = StepOutput(
+        step_id=4,
+        keys=keys[[0, 1, 3]],
+        num_new_tokens=int32(2, 1, 1),
+        token_ids=int32(0, 1, 2, 6),
+        finished=(),
+    )
+    counts = InFlight(plan, keys, (), None).draft_counts(result, output)
+    assert counts.tolist() == [[3, 1], [0, 0], [2, 0]]
+    assert counts.dtype == np.int32
+    assert not len(InFlight(PLAN, keys[:2], (), None).draft_counts(result, output))

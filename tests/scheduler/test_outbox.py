@@ -45,6 +45,21 @@ def test_merging_keeps_each_request_s_tokens_in_the_order_of_the_steps():
     assert merged.num_new_tokens.dtype == np.int32
 
 
+def test_merging_adds_up_drafts_of_steps_that_had_any():
+    drafted = np.array([[3, 1], [2, 2]], dtype=np.int32)
+    later = np.array([[3, 3]], dtype=np.int32)
+    merged = merge(
+        [
+            news({7: [1, 2], 3: [4, 5, 6]}, draft_counts=drafted),
+            news({3: [8]}),
+            news({7: [9]}, draft_counts=later),
+        ]
+    )
+    assert merged.handles.tolist() == [3, 7]
+    assert merged.draft_counts.tolist() == [[2, 2], [6, 4]]
+    assert not len(merge([news({7: [1]}), news({7: [2]})]).draft_counts)
+
+
 def test_merging_random_steps_gives_what_reading_them_one_by_one_gives():
     rng = np.random.default_rng(3)
     steps = [

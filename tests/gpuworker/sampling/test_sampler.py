@@ -8,12 +8,11 @@ import pytest
 import torch
 
 from gpuworker.core.plan import SamplingSettings
+from tests.gpuworker.sampling.chi_square import assert_follows
 from tests.gpuworker.sampling.places import sampled
 
 GREEDY = SamplingSettings(temperature=0.0)
 NUM_DRAWS = 4000
-# Chi-square with few degrees of freedom exceeds this once in a million.
-Z = 4.75
 
 TRUNCATIONS = {
     "none": SamplingSettings(),
@@ -49,27 +48,40 @@ def expected_probabilities(logits: np.ndarray, settings: SamplingSettings) -> np
     return result / result.sum()
 
 
-def assert_follows(tokens: list[int], probabilities: np.ndarray) -> None:
-    counts = np.bincount(tokens, minlength=len(probabilities))
-    assert counts[probabilities == 0].sum() == 0
-    expected = probabilities * len(tokens)
-    is_common = expected >= 5
-    chi2 = ((counts - expected)[is_common] ** 2 / expected[is_common]).sum()
-    rare = expected[~is_common].sum()
-    if rare > 0:
-        chi2 += (counts[~is_common].sum() - rare) ** 2 / max(rare, 1)
-    freedom = max(int(is_common.sum()) - 1 + (rare > 0), 1)
-    # Wilson-Hilferty: the cube root of chi-square is nearly normal.
-    z = ((chi2 / freedom) ** (1 / 3) - (1 - 2 / (9 * freedom))) / math.sqrt(2 / (9 * freedom))
-    assert z < Z
-
-
 @pytest.mark.parametrize("settings", TRUNCATIONS.values(), ids=TRUNCATIONS.keys())
 def test_draws_follow_the_distribution_over_seeds(settings: SamplingSettings) -> None:
     logits = torch.randn(24, generator=torch.Generator().manual_seed(1)) * 1.5
     every = [replace(settings, seed=seed) for seed in range(NUM_DRAWS)]
     tokens = sampled(logits.expand(NUM_DRAWS, -1), every)
     assert_follows(tokens, expected_probabilities(logits.numpy(), settings))
+
+
+def test_draws_follow_what_bias_penalties_and_forbidden_tokens_leave() -> None:
+    """The prompt is token 0; the output so far 1, 2, 2."""
+    logits = torch.randn(24, generator=torch.Generator().manual_seed(6)) * 1.5
+    settings = SamplingSettings(
+        temperature=0.8,
+        top_p=0.95,
+        logit_bias=((4, 2.0), (5, -1.5)),
+        presence_penalty=0.7,
+        frequency_penalty=0.4,
+        repetition_penalty=1.3,
+        min_tokens=4,
+        stop_token_ids=(7,),
+        bad_token_ids=((8,), (2, 9), (1, 2, 2, 10), (3, 11)),
+    )
+    every = [replace(settings, seed=seed) for seed in range(NUM_DRAWS)]
+    tokens = sampled(
+        logits.expand(NUM_DRAWS, -1), every, tokens=[[0, 1, 2, 2]] * NUM_DRAWS, eos=(6,)
+    )
+    adjusted = logits.numpy().astype(np.float64)
+    adjusted[[4, 5]] += [2.0, -1.5]
+    seen = adjusted[[0, 1, 2]]
+    adjusted[[0, 1, 2]] = np.where(seen > 0, seen / 1.3, seen * 1.3)
+    adjusted[1] -= 0.7 + 0.4
+    adjusted[2] -= 0.7 + 2 * 0.4
+    adjusted[[6, 7, 8, 9, 10]] = -np.inf
+    assert_follows(tokens, expected_probabilities(adjusted, settings))
 
 
 def test_draws_follow_the_distribution_over_positions() -> None:
@@ -81,6 +93,31 @@ def test_draws_follow_the_distribution_over_positions() -> None:
         tokens=[[0] * (1 + n) for n in range(NUM_DRAWS)],
     )
     assert_follows(tokens, expected_probabilities(logits.numpy(), settings))
+
+
+@pytest.mark.parametrize(
+    "settings",
+    [
+        SamplingSettings(top_p=0.7, min_p=0.01),
+        SamplingSettings(top_p=0.6, top_k=2000),
+        SamplingSettings(top_p=0.8, top_k=1500, min_p=0.02),
+    ],
+    ids=str,
+)
+def test_top_p_is_a_part_of_what_min_p_and_top_k_leave_however_much(
+    settings: SamplingSettings,
+) -> None:
+    """Far more tokens are left than are looked at first, and top_p takes a part of them all."""
+    logits = torch.randn(3000, generator=torch.Generator().manual_seed(3)) * 0.6
+    every = [replace(settings, seed=seed) for seed in range(2000)]
+    tokens = np.array(sampled(logits.expand(2000, -1), every))
+    probabilities = expected_probabilities(logits.numpy(), settings)
+    # Thirty groups of about the same probability, from the likeliest token down.
+    order = np.argsort(-probabilities)
+    group = np.empty(3000, dtype=np.int64)
+    group[order] = (np.cumsum(probabilities[order]) * 29.999).astype(np.int64)
+    assert (probabilities[tokens] > 0).all()
+    assert_follows(group[tokens].tolist(), np.bincount(group, probabilities))
 
 
 def test_a_wide_nucleus_beyond_the_candidates_follows_too() -> None:

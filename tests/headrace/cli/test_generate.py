@@ -29,7 +29,8 @@ def test_json_has_the_whole_answer(headrace):
     assert (output["text"], output["token_ids"]) == ("a b", [0, 1])
     assert (output["finish_reason"], output["matched_stop"]) == ("stop", "END")
     assert output["logprobs"][0]["top"] == [[0, -0.5], [9, -2.0]]
-    assert answer["usage"] == {"prompt_tokens": 7, "completion_tokens": 2, "cached_tokens": 3}
+    usage = {"prompt_tokens": 7, "completion_tokens": 2, "cached_tokens": 3}
+    assert answer["usage"] == usage | {"draft_tokens": 5, "accepted_draft_tokens": 4}
     assert answer["figures"]["num_tokens"] == 2
 
 
@@ -38,6 +39,7 @@ def test_figures_go_to_stderr_so_that_pipes_stay_clean(headrace):
     assert result.stdout == "a b c\n"
     assert "3 tokens in" in result.stderr
     assert "TTFT" in result.stderr
+    assert "4 of 5 drafts right" in result.stderr
 
 
 def test_several_completions_are_told_apart(headrace):

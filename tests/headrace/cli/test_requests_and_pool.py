@@ -50,7 +50,7 @@ def test_models_and_pool_are_tables(headrace):
     assert json.loads(headrace("models", "--json").stdout)[0]["name"] == "fake"
     lines = headrace("pool").stdout.splitlines()
     assert lines[1].split() == ["w0", "fake", "ready", "unspecified", "cpu", "2/8", "0", "60%"]
-    assert lines[2] == "in the router: 2 waiting, 3 given to schedulers"
+    assert lines[2] == "in the router: 2 waiting, 3 given to schedulers, 1 paused"
     assert json.loads(headrace("pool", "--json").stdout)["num_queued"] == 2
 
 

@@ -18,7 +18,7 @@ from headrace.service import errors
 from headrace.service.channels import ChannelConfig, open_channel
 from headrace.service.config import ConfigError
 from headrace.service.errors import ServiceError, from_rpc_error
-from headrace.service.serving import GrpcServer, ServingConfig, wait_for_signal
+from headrace.service.serving import GrpcServer, ServingConfig, stop_asked
 from headrace.v1 import inference_pb2, inference_pb2_grpc
 
 NAME = "headrace.v1.Inference"
@@ -216,10 +216,9 @@ async def test_a_place_that_nobody_can_listen_on_is_not_a_taken_port(listen: str
 
 
 async def test_a_signal_is_waited_for_once() -> None:
-    waiting = asyncio.create_task(wait_for_signal())
-    await asyncio.sleep(0)
+    stop = stop_asked()
     signal.raise_signal(signal.SIGTERM)
-    await asyncio.wait_for(waiting, 5)
+    await asyncio.wait_for(stop.wait(), 5)
     assert signal.getsignal(signal.SIGTERM) is signal.SIG_DFL
 
 

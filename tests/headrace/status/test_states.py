@@ -7,7 +7,7 @@ import pytest
 from headrace.status import states
 from headrace.status.states import State, Writer
 
-LIVE = {State.QUEUED, State.DISPATCHED, State.RUNNING, State.PREEMPTED}
+LIVE = {State.QUEUED, State.DISPATCHED, State.RUNNING, State.PREEMPTED, State.PAUSED}
 
 
 def test_nothing_follows_a_final_state():
@@ -26,6 +26,13 @@ def test_every_live_state_can_still_end():
         assert states.can_become(live, State.ERROR)
 
 
+@pytest.mark.parametrize("waiting", [State.PREEMPTED, State.PAUSED])
+def test_whatever_ends_a_running_request_may_end_it_just_after_it_lost_its_blocks(waiting):
+    for target in set(State) - LIVE:
+        sources = states.sources(target, Writer.SCHEDULER)
+        assert (State.RUNNING in sources) == (waiting in sources)
+
+
 def test_each_transition_has_one_writer():
     for target in State:
         by_writer = [states.sources(target, writer) for writer in Writer]
@@ -37,7 +44,8 @@ def test_the_router_admits_and_the_scheduler_runs():
     routers = {s for s in State if states.writes(s, Writer.ROUTER)}
     assert routers >= {State.QUEUED, State.REJECTED, State.EXPIRED, State.DISPATCHED}
     assert routers <= {*LIVE, State.REJECTED, State.EXPIRED, State.ABORTED, State.ERROR}
-    assert states.sources(State.RUNNING, Writer.SCHEDULER) == {State.DISPATCHED, State.PREEMPTED}
+    before = {State.DISPATCHED, State.PREEMPTED, State.PAUSED}
+    assert states.sources(State.RUNNING, Writer.SCHEDULER) == before
     assert not states.writes(State.RUNNING, Writer.ROUTER)
     assert not states.writes(State.EXPIRED, Writer.SCHEDULER)
 

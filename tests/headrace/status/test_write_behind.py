@@ -61,6 +61,17 @@ async def test_updates_of_both_writers_arrive_in_order_whoever_is_first(embedded
         assert record.completion_tokens == 4
 
 
+async def test_what_is_recorded_close_together_is_written_together(monkeypatch):
+    monkeypatch.setattr(write_behind, "_BATCH_GAP_S", 0.3)
+    store = ScriptedStore()
+    async with running(behind(store)) as writer:
+        for number in range(4):
+            writer.put(update(State.QUEUED, request_id=f"r{number}"))
+            await asyncio.sleep(0)
+        assert await writer.flush(5)
+    assert [len(batch) for batch in store.written] == [1, 3]
+
+
 async def test_recording_goes_on_when_the_store_dies_and_catches_up(embedded):
     async with StatusStore(embedded.url, Writer.ROUTER) as store, running(store):
         store.record(update(State.QUEUED))
@@ -149,7 +160,8 @@ async def test_flapping_while_nobody_looks_stays_short():
     queue = behind(store := ScriptedStore())
     queue.put(update(State.RUNNING, worker_id="w", completion_tokens=1))
     for n in range(2, 100, 2):
-        queue.put(update(State.PREEMPTED, completion_tokens=n))
+        lost = State.PAUSED if n % 4 else State.PREEMPTED
+        queue.put(update(lost, completion_tokens=n))
         queue.put(update(State.RUNNING, completion_tokens=n + 1))
     (merged,) = queue._pending["r1"].updates
     assert (merged.state, merged.worker_id) == (State.RUNNING, "w")

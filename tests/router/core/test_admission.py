@@ -68,6 +68,11 @@ def test_a_prompt_that_can_never_fit_is_told_by_how_much():
     assert refusal.retry_after_s is None
 
 
+def test_of_a_prompt_that_is_not_read_yet_it_is_told_what_it_has_at_least():
+    assert "at least 100 tokens" in admit(ask(100, is_read=False)).message
+    assert "at least 90 tokens" in admit(ask(90, max_tokens=11, is_read=False)).message
+
+
 def test_too_many_output_tokens_are_told_how_many_are_left():
     refusal = admit(ask(90, max_tokens=11))
     assert refusal.reason is Reason.MAX_TOKENS_TOO_LARGE

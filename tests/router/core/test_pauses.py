@@ -16,22 +16,25 @@ from router.core.pauses import Pauses, UnreadLimits, Verdict
 def test_too_much_unread_is_paused_and_given_up_if_that_does_not_help(
     num_unread, is_paused, verdict
 ):
-    assert UnreadLimits(max_unread_tokens=100).verdict(num_unread, is_paused=is_paused) is verdict
+    assert UnreadLimits().verdict(num_unread, 100, is_paused=is_paused) is verdict
 
 
 def test_a_slow_client_that_is_to_be_cut_is_never_paused():
-    limits = UnreadLimits(slow_client="cut", max_unread_tokens=100)
-    assert limits.verdict(100, is_paused=False) is Verdict.GO_ON
-    assert limits.verdict(101, is_paused=False) is Verdict.GIVE_UP
+    limits = UnreadLimits(slow_client="cut")
+    assert limits.verdict(100, 100, is_paused=False) is Verdict.GO_ON
+    assert limits.verdict(101, 100, is_paused=False) is Verdict.GIVE_UP
 
 
 def test_it_goes_on_when_half_is_read():
-    limits = UnreadLimits(max_unread_tokens=100)
-    assert [limits.may_go_on(num_unread) for num_unread in (100, 51, 50, 0)] == [
-        *(False, False),
-        *(True, True),
-    ]
-    assert UnreadLimits(max_unread_tokens=1).may_go_on(0)
+    assert not UnreadLimits.may_go_on(51, 100)
+    assert UnreadLimits.may_go_on(50, 100)
+    assert UnreadLimits.may_go_on(0, 1)
+
+
+def test_with_log_probabilities_less_may_wait():
+    limits = UnreadLimits(max_unread_tokens=800)
+    assert (limits.of(has_logprobs=False), limits.of(has_logprobs=True)) == (800, 100)
+    assert UnreadLimits(max_unread_tokens=5).of(has_logprobs=True) == 1
 
 
 def test_pauses_are_due_in_the_order_in_which_they_began():

@@ -4,7 +4,8 @@ import numpy as np
 from hypothesis import given
 from hypothesis import strategies as st
 
-from router.core.placement import Pool, Role, WorkerReport, WorkerState
+from router.core.credit import Role, WorkerReport, WorkerState
+from router.core.placement import Need, Pool
 from router.core.prefix_index import prefix_of
 
 NOW = 100.0
@@ -34,21 +35,20 @@ def pool_of(*reports, waiting_allowance=2, is_draining=False, scheduler="s"):
     return pool
 
 
-def choose(pool, num_prompt_tokens=10, *, max_tokens=1, model="m", now=NOW, prefix=()):
-    return pool.choose(
-        model, num_prompt_tokens=num_prompt_tokens, max_tokens=max_tokens, now=now, prefix=prefix
-    )
+def choose(pool, num_tokens=10, *, max_tokens=1, model="m", now=NOW, prefix=(), closed=()):
+    return pool.choose(Need(model, num_tokens, max_tokens, prefix), now, closed)
 
 
-def send(pool, num_prompt_tokens=10, prefix=()):
+def send(pool, num_tokens=10, prefix=(), urgency=0):
     """The request as sent to the worker chosen for it; None when there is none."""
-    key = choose(pool, num_prompt_tokens, prefix=prefix)
-    return None if key is None else pool.send(key, num_prompt_tokens, prefix)
+    need = Need("m", num_tokens, 1, prefix, urgency)
+    key = pool.choose(need, NOW)
+    return None if key is None else pool.send(key, need)
 
 
-def send_all(pool, num_prompt_tokens=10):
+def send_all(pool, num_tokens=10, urgency=0):
     found = []
-    while (sent := send(pool, num_prompt_tokens)) is not None:
+    while (sent := send(pool, num_tokens, urgency=urgency)) is not None:
         found.append(sent)
     return found
 
@@ -91,6 +91,64 @@ def test_admitted_prompts_hold_their_blocks_until_a_report_shows_them():
     assert len(send_all(pool, 40)) == 2
     pool.report("s", [report(num_free_kv_blocks=80, max_num_seqs=50)], is_draining=False, now=NOW)
     assert len(send_all(pool, 40)) == 18
+
+
+def urgent_pool(**changes):
+    return pool_of(report(displaces_by_priority=True, **changes))
+
+
+def test_a_more_urgent_request_is_sent_though_the_slots_are_full_of_others():
+    pool = urgent_pool()
+    assert len(send_all(pool, urgency=5)) == 6
+    assert send(pool, urgency=5) is None
+    # As many as can give way, whatever is more urgent yet.
+    assert len(send_all(pool, urgency=4)) == 4
+    assert send(pool, urgency=3) is None
+    assert pool.num_in_flight() == 10
+
+
+def test_a_more_urgent_request_waits_for_those_that_are_as_urgent():
+    pool = urgent_pool()
+    lower = [send(pool, urgency=5) for _ in range(2)]
+    assert len(send_all(pool, urgency=1)) == 6
+    assert send(pool, urgency=0) is not None
+    for sent in lower:
+        pool.finished(sent, was_admitted=False)
+    assert send(pool, urgency=1) is None
+
+
+def test_those_less_urgent_hold_no_place_among_the_waiting_before_it():
+    pool = urgent_pool(num_free_kv_blocks=0)
+    assert len(send_all(pool, urgency=5)) == 2
+    assert len(send_all(pool, urgency=1)) == 2
+    assert len(send_all(pool, urgency=1)) == 0
+    pool = pool_of(report(num_free_kv_blocks=0, displaces_by_priority=True), waiting_allowance=0)
+    assert send(pool, urgency=5) is None
+
+
+def test_requests_of_other_routers_do_not_give_way():
+    pool = urgent_pool(num_running=4, num_waiting=1)
+    assert len(send_all(pool, urgency=5)) == 1
+    assert len(send_all(pool, urgency=1)) == 1
+
+
+def test_nobody_gives_way_where_the_scheduler_does_not_displace():
+    pool = pool_of(report())
+    assert len(send_all(pool, urgency=5)) == 6
+    assert send(pool, urgency=1) is None
+
+
+def test_closed_workers_are_left_out():
+    pool = pool_of(report("a"), report("b"))
+    a, b = sorted(pool.holders(Need("m", 10, 1), NOW), key=lambda key: key.worker_id)
+    assert choose(pool, closed={a}) == b
+    assert choose(pool, closed={a, b}) is None
+
+
+def test_holders_are_the_workers_that_could_serve_it_when_empty():
+    pool = pool_of(report("a", max_model_len=50), report("b", state=WorkerState.STARTING))
+    assert {key.worker_id for key in pool.holders(Need("m", 49, 1), NOW)} == {"a"}
+    assert pool.holders(Need("m", 50, 1), NOW) == set()
 
 
 def test_the_worker_with_the_smallest_share_taken_is_chosen():
@@ -158,10 +216,11 @@ moves = st.lists(
 
 @given(moves=moves)
 def test_credit_is_whole_again_when_all_is_done(moves):
-    pool = pool_of(report("a"), report("b", max_num_seqs=8))
+    pool = pool_of(report("a", displaces_by_priority=True), report("b", max_num_seqs=8))
     live = []
     for action, size in moves:
-        if action == "send" and (sent := send(pool, size)) is not None:
+        urgent = size % 3
+        if action == "send" and (sent := send(pool, size, urgency=urgent)) is not None:
             live.append([sent, False])
         elif action == "admit" and live and not live[size % len(live)][1]:
             live[size % len(live)][1] = True
@@ -170,15 +229,15 @@ def test_credit_is_whole_again_when_all_is_done(moves):
             sent, was_admitted = live.pop(size % len(live))
             pool.finished(sent, was_admitted=was_admitted)
         elif action == "report":
-            again = [report("a"), report("b", max_num_seqs=8)]
+            again = [report("a", displaces_by_priority=True), report("b", max_num_seqs=8)]
             pool.report("s", again, is_draining=False, now=NOW)
         assert pool.num_in_flight() == len(live)
     for sent, was_admitted in live:
         pool.finished(sent, was_admitted=was_admitted)
-    workers = pool._schedulers["s"].workers.values()
-    for worker in workers:
-        assert (worker.num_in_flight, worker.num_not_admitted) == (0, 0)
-        assert (worker.num_tokens_not_admitted, worker.num_blocks_not_admitted) == (0, 0)
+    for worker in pool._schedulers["s"].workers.values():
+        credit = worker.credit
+        assert (credit.num_in_flight, credit._waiting_urgencies) == (0, [])
+        assert (credit.num_waiting_tokens, credit._num_waiting_blocks) == (0, 0)
 
 
 ROOMY = {"max_num_seqs": 10, "num_kv_blocks": 10_000, "num_free_kv_blocks": 10_000}

@@ -66,6 +66,19 @@ async def test_the_last_message_has_reason_and_usage_and_the_trailer_has_times(s
     assert trailer["x-headrace-durable"] == "false"
 
 
+async def test_drafts_are_counted_over_all_completions(stack):
+    stack.scheduler.tokens_per_step = 2
+    stack.scheduler.script = lambda _: Script(ids("hello world"), draft_counts=(3, 1))
+    call = stack.generate(sampling={"n": 2})
+    messages = [message async for message in call]
+    num_steps = 2 * -(-len(ids("hello world")) // 2)
+    usage = messages[-1].usage
+    assert (usage.draft_tokens, usage.accepted_draft_tokens) == (3 * num_steps, num_steps)
+    trailer = dict(await call.trailing_metadata())
+    assert trailer["x-headrace-draft-tokens"] == str(3 * num_steps)
+    assert trailer["x-headrace-accepted-tokens"] == str(num_steps)
+
+
 async def test_tells_the_scheduler_everything_but_text(stack):
     await stack.answer(
         "hello",

@@ -88,6 +88,21 @@ async def test_a_caller_that_leaves_too_much_unread_is_cut_off_in_words():
         )
 
 
+async def test_a_scheduler_that_knows_no_pauses_does_not_fill_the_router():
+    async with running_stack(streams={"max_unread_tokens": 50_000}) as stack:
+        stack.scheduler.heeds_pauses = False
+        stack.scheduler.script = lambda s: Script([65] * s.sampling.max_tokens)
+        stack.scheduler.tokens_per_step = 10_000
+        stack.scheduler.set_workers(worker(max_model_len=50_000_000, num_kv_blocks=10_000_000))
+        await stack.until(lambda: stack.router.pool.reports()[0].num_kv_blocks == 10_000_000)
+        slow = stack.generate(request_id="slow", sampling={"max_tokens": 30_000_000})
+        await slow.read()
+        await stack.until(lambda: stack.scheduler.cancellations)
+        assert stack.scheduler.pauses[-1] == ("slow", True)
+        with pytest.raises(grpc.aio.AioRpcError, match="more than 50000 of its tokens are unread"):
+            await stack.rest(slow)
+
+
 @pytest.mark.parametrize("seed", range(2))
 async def test_a_mixed_crowd_with_a_scheduler_that_comes_and_goes_leaves_nothing(seed):
     chance = random.Random(seed)

@@ -58,6 +58,20 @@ def test_the_row_of_who_ended_is_freed_by_the_next_plan_that_is_sent(make_core: 
     assert plan.freed_rows.tolist() == [0]
 
 
+def test_a_freed_row_does_not_wait_long_for_a_plan_to_go_with(make_core: MakeCore) -> None:
+    core = make_core()
+    driver = Driver(core)
+    driver.add(new_request(0, max_tokens=1))
+    driver.step()
+    assert not driver.step().is_worth_sending
+    assert core.has_freed_rows
+    driver.now += 1.0
+    plan = driver.step()
+    assert plan.is_worth_sending
+    assert plan.freed_rows.tolist() == [0]
+    assert not core.has_freed_rows
+
+
 def test_a_freed_row_may_be_used_again_by_the_same_plan(make_core: MakeCore) -> None:
     driver = Driver(make_core(max_num_seqs=1))
     driver.add(new_request(0, max_tokens=1), new_request(1))

@@ -1,0 +1,77 @@
+"""Many requests, and how the memory of each process grows with them.
+
+Every twentieth is aborted while it runs, half of them by Abort and half by closing the call.
+"""
+
+import asyncio
+import contextlib
+from typing import Any
+
+import grpc.aio
+import numpy as np
+
+from benchmarks.deployment import deployment, request
+from headrace.v1 import inference_pb2
+
+_NUM_CLIENTS = 64
+_NUM_SAMPLES = 40
+_ABORTED_EVERY = 20
+# More than it ever gets, so that it still runs when it is aborted.
+_TOKENS_OF_ABORTED = 100_000
+
+
+async def soak(num_requests: int) -> dict[str, Any]:
+    """Memory at a quarter of the way and at the end, and its slope in between."""
+    result: dict[str, Any] = {}
+    num_sent = num_aborted = 0
+    samples: list[tuple[int, dict[str, int]]] = []
+
+    async def one(stub: Any) -> None:
+        nonlocal num_sent, num_aborted
+        while num_sent < num_requests:
+            num_sent += 1
+            if num_sent % _ABORTED_EVERY == 0:
+                num_aborted += 1
+                await _aborted(stub, f"soak-{num_sent}", closes=num_aborted % 2 == 0)
+            else:
+                async for _ in stub.Generate(request(1)):
+                    pass
+            if num_sent >= len(samples) * num_requests // _NUM_SAMPLES:
+                samples.append((num_sent, ours.rss_bytes()))
+
+    async with deployment(has_store=True) as ours:
+        with ours.measured(result, "request", lambda: num_sent):
+            stubs = ours.stubs
+            await asyncio.gather(*(one(stubs[n % len(stubs)]) for n in range(_NUM_CLIENTS)))
+        samples.append((num_sent, ours.rss_bytes()))
+    settled = samples[_NUM_SAMPLES // 4 :]
+    return result | {
+        "aborted": num_aborted,
+        "rss_mb": {
+            name: [round(size[name] / 1e6, 1) for _, size in samples[:: _NUM_SAMPLES // 8]]
+            for name in samples[0][1]
+        },
+        "rss_growth_kb_per_10000_requests": {
+            name: round(_slope(settled, name) * 10_000 / 1000, 1) for name in samples[0][1]
+        },
+    }
+
+
+async def _aborted(stub: Any, request_id: str, *, closes: bool) -> None:
+    """A request that is ended while its tokens come."""
+    call = stub.Generate(request(_TOKENS_OF_ABORTED, request_id))
+    await call.read()
+    if closes:
+        call.cancel()
+        return
+    await stub.Abort(inference_pb2.AbortRequest(request_ids=[request_id]))
+    with contextlib.suppress(grpc.aio.AioRpcError):
+        while await call.read() is not grpc.aio.EOF:
+            pass
+
+
+def _slope(samples: list[tuple[int, dict[str, int]]], name: str) -> float:
+    """Bytes per request: the line through the samples."""
+    counts = np.array([count for count, _ in samples], dtype=float)
+    sizes = np.array([size[name] for _, size in samples], dtype=float)
+    return float(np.polyfit(counts, sizes, 1)[0])

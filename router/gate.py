@@ -1,0 +1,99 @@
+"""Who is let in: admission's rules, with the facts they need.
+
+A caller takes a permit first and is then counted as one whose prompt is being read, until its
+request is let in or given up. Decisions are `core.admission`'s and `core.permits`'; what they say
+becomes an error here.
+"""
+
+from collections import Counter
+from collections.abc import Callable
+
+from router import outcomes
+from router.core.admission import Ask, QueueLoad, Reject, Situation, decide
+from router.core.permits import Permits
+from router.dispatcher import Dispatcher
+from router.request import Spec
+from router.rules import Rules
+from router.status_log import StatusLog
+
+
+class Gate:
+    """Owns the permits, and knows how many prompts are being read."""
+
+    def __init__(
+        self, rules: Rules, dispatcher: Dispatcher, status: StatusLog, clock: Callable[[], float]
+    ) -> None:
+        """clock is monotonic, in seconds."""
+        self.permits = Permits(rules.limits, rules.tenant_limits, rules.limits_by_tenant)
+        self._limits = rules.limits
+        self._dispatcher = dispatcher
+        self._status = status
+        self._clock = clock
+        self._num_reading_by_tenant: Counter[str] = Counter()
+
+    @property
+    def num_reading(self) -> int:
+        """Requests whose prompts are being read."""
+        return self._num_reading_by_tenant.total()
+
+    def enter(self, tenant: str) -> None:
+        """Take a permit, to be given back by `leave`, and begin to read; or raise, and neither."""
+        refusal = self.permits.enter(tenant, self._clock())
+        if refusal is not None:
+            raise outcomes.rejected(refusal)
+        self._num_reading_by_tenant[tenant] += 1
+
+    def stop_reading(self, tenant: str) -> None:
+        """A prompt is read, or given up."""
+        self._num_reading_by_tenant[tenant] -= 1
+        if not self._num_reading_by_tenant[tenant]:
+            del self._num_reading_by_tenant[tenant]
+
+    def leave(self, tenant: str) -> None:
+        """Its caller is answered, or gone."""
+        self.permits.leave(tenant, self._clock())
+
+    def spend(self, tenant: str, num_tokens: int) -> None:
+        """Prompt or output of a request that was let in counts for its tenant's rate."""
+        self.permits.spend_tokens(tenant, num_tokens, self._clock())
+
+    def check(
+        self, spec: Spec, num_prompt_tokens: int, deadline: float | None, *, is_read: bool
+    ) -> int:
+        """The request's max_tokens, or the error that says why it is not let in.
+
+        deadline is on the clock. Until the prompt is read, num_prompt_tokens are what it has at
+        least, and only what is hopeless is refused.
+        """
+        now = self._clock()
+        queue, rate = self._dispatcher.queue, self._dispatcher.rate(spec.model)
+        # Prompts being read hold a place each; this one is among them.
+        load, num_reading = queue.load, self.num_reading - 1
+        tenant_load = queue.load_of(spec.tenant)
+        num_reading_of_tenant = self._num_reading_by_tenant[spec.tenant] - 1
+        situation = Situation(
+            capacities=self._dispatcher.pool.capacities(spec.model, now),
+            load=QueueLoad(load.num_requests + num_reading, load.num_tokens),
+            tenant_load=QueueLoad(
+                tenant_load.num_requests + num_reading_of_tenant, tenant_load.num_tokens
+            ),
+            predicted_wait_s=rate.predicted_wait_s(
+                queue.line(spec.model).tokens_ahead(spec.tenant)
+            ),
+            tokens_per_s=rate.tokens_per_s,
+        )
+        ask = Ask(
+            num_prompt_tokens=num_prompt_tokens,
+            is_read=is_read,
+            max_tokens=spec.max_tokens,
+            min_tokens=spec.min_tokens,
+            num_completions=spec.n,
+            deadline=deadline,
+        )
+        tenant_limits = self.permits.limits_of(spec.tenant)
+        verdict = decide(ask, situation, self._limits, tenant_limits, now)
+        if isinstance(verdict, Reject):
+            error = outcomes.rejected(verdict, spec.prompt_field)
+            self._status.rejected(spec, num_prompt_tokens if is_read else 0, error.message)
+            raise error
+        return verdict.max_tokens

@@ -1,0 +1,130 @@
+"""How few tokens a text can be, known before it is tokenized, which takes seconds for megabytes.
+
+Tokens cut a text into pieces. So, whatever bytes are counted, it has at least
+
+    counted bytes of the text / the most of them that one token of this vocabulary stands for
+
+tokens. Counted are all bytes, and once more ASCII letters alone, which tell more: the longest
+tokens are runs of spaces and dashes. Bytes that have no token are not counted, as they are left
+out of prompts. The bound holds for pipelines known to lose nothing else: byte-level BPE and BPE
+that falls back to bytes, pre-tokenizers that remove nothing, normalizers that never shorten a
+text, and NFC. What a post-processor adds makes more tokens. Of other pipelines nothing is claimed.
+"""
+
+import json
+import string
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+from tokenizers import Tokenizer, models
+
+from router.text.detokenizer import BYTE_BY_CHAR, token_bytes
+
+# The most that NFC shortens UTF-8, over all of Unicode: 3.5 bytes become 1.
+_MOST_NFC_SHORTENS = 4
+
+_LETTERS = frozenset(string.ascii_letters.encode())
+_ALL_BYTES = frozenset(range(256))
+_NOT_IN_UTF8 = frozenset([0xC0, 0xC1, *range(0xF5, 0x100)])
+_SLICE_BYTES = 65_536
+
+
+@dataclass(frozen=True, slots=True)
+class Count:
+    """Bytes that are counted, all but `others`, and the most of them in one token."""
+
+    others: bytes
+    most: int
+
+    def least(self, data: bytes, enough: int) -> int:
+        """Tokens that the data has at least; counting stops when they are more than enough."""
+        num_counted = 0
+        for begin in range(0, len(data), _SLICE_BYTES):
+            num_counted += len(data[begin : begin + _SLICE_BYTES].translate(None, self.others))
+            if num_counted > enough * self.most:
+                break
+        return -(-num_counted // self.most)
+
+
+@dataclass(frozen=True, slots=True)
+class TokenBound:
+    """The counts of one vocabulary; those for texts that NFC may change are others."""
+
+    counts: Sequence[Count]
+    counts_if_composed: Sequence[Count]
+
+    def least(self, text: str, enough: int) -> int:
+        """Tokens that the text has at least; 0 is no claim. More than enough are not counted."""
+        data = text.encode()
+        counts = self.counts if text.isascii() else self.counts_if_composed
+        return max((count.least(data, enough) for count in counts), default=0)
+
+
+def compile_bound(tokenizer: Tokenizer) -> TokenBound | None:
+    """The bound of a pipeline; None when it could lose text, or is not known here."""
+    normalizers = _steps(tokenizer.normalizer, "normalizers")
+    splitters = _steps(tokenizer.pre_tokenizer, "pretokenizers")
+    if not isinstance(tokenizer.model, models.BPE):
+        return None
+    if not all(map(_keeps_text, splitters)) or not all(map(_is_known, normalizers)):
+        return None
+    vocab = tokenizer.get_vocab(with_added_tokens=False)
+    missing: frozenset[int] = frozenset()
+    if any(step["type"] == "ByteLevel" for step in (*normalizers, *splitters)):
+        missing = frozenset(byte for char, byte in BYTE_BY_CHAR.items() if char not in vocab)
+        pieces = [token_bytes(token) for token in vocab]
+    elif all(f"<0x{byte:02X}>" in vocab for byte in range(256)) and tokenizer.model.byte_fallback:
+        pieces = [token.encode() for token in vocab]
+    else:
+        return None
+    pieces.extend(_added_tokens(tokenizer))
+    letters = _counts(pieces, _ALL_BYTES - _LETTERS | missing)
+    every = _counts(pieces, missing)
+    if any(t.lstrip or t.rstrip for t in tokenizer.get_added_tokens_decoder().values()):
+        # Such a token stands for any amount of white space beside it.
+        every = []
+    if all(step["type"] != "NFC" for step in normalizers):
+        return TokenBound([*every, *letters], [*every, *letters])
+    # A letter and its accent may have become a character that is neither.
+    composed = [Count(count.others, _MOST_NFC_SHORTENS * count.most) for count in every]
+    return TokenBound([*every, *letters], composed if missing <= _NOT_IN_UTF8 else [])
+
+
+def _steps(part: Any, name: str) -> list[Mapping[str, Any]]:
+    """A normalizer or pre-tokenizer as tokenizer.json has it, a sequence taken apart."""
+    if part is None:
+        return []
+    step = json.loads(part.__getstate__())
+    return list(step[name]) if step["type"] == "Sequence" else [step]
+
+
+def _keeps_text(splitter: Mapping[str, Any]) -> bool:
+    kind = splitter["type"]
+    return kind in {"ByteLevel", "Metaspace", "Digits"} or (
+        kind == "Split" and splitter["behavior"] != "Removed"
+    )
+
+
+def _is_known(normalizer: Mapping[str, Any]) -> bool:
+    """Whether it never shortens a text, or is NFC."""
+    if normalizer["type"] != "Replace":
+        return normalizer["type"] in {"NFC", "Prepend", "ByteLevel"}
+    pattern = normalizer["pattern"].get("String", "").encode()
+    is_longer = len(normalizer["content"].encode()) >= len(pattern)
+    return bool(pattern) and is_longer and not _LETTERS & set(pattern)
+
+
+def _counts(pieces: Sequence[bytes], others: frozenset[int]) -> list[Count]:
+    """The count of all but some bytes; none when no token has any."""
+    uncounted = bytes(sorted(others))
+    most = max(len(piece.translate(None, uncounted)) for piece in pieces)
+    return [Count(uncounted, most)] if most else []
+
+
+def _added_tokens(tokenizer: Tokenizer) -> Iterator[bytes]:
+    """What added tokens stand for; a normalized one is looked for in the normalized text."""
+    for token in tokenizer.get_added_tokens_decoder().values():
+        yield token.content.encode()
+        if tokenizer.normalizer is not None and token.normalized:
+            yield tokenizer.normalizer.normalize_str(token.content).encode()

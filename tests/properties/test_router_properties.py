@@ -1,0 +1,239 @@
+"""Whatever happens to a router: every request is counted once, every completion is in one place.
+
+What was let in is, at every instant, exactly what has ended and what is live.
+"""
+
+import contextlib
+
+import numpy as np
+from hypothesis import settings
+from hypothesis import strategies as st
+from hypothesis.stateful import RuleBasedStateMachine, initialize, invariant, precondition, rule
+
+from headrace.service.errors import ServiceError
+from router.core.admission import Limits, TenantLimits
+from router.core.pauses import UnreadLimits
+from router.request import FinishReason, Refusal, Spec
+from tests.router.test_router import TOKENIZER, Bench, report
+
+MODELS = {"s": "m", "t": "m", "u": "other"}
+ids = st.integers(0, 63).map("r-{}".format)
+tenants = st.sampled_from("abc")
+chances = st.integers(0, 10**6)
+# Tokens of the prompt, n, model, priority, and how far away the deadline is.
+asks = st.tuples(
+    st.integers(1, 300),
+    st.sampled_from([1, 1, 4]),
+    st.sampled_from(["m", "m", "other"]),
+    st.integers(-2, 2),
+    st.sampled_from([None, None, None, -0.1, 0.3, 2.0]),
+)
+
+
+class RouterMachine(RuleBasedStateMachine):
+    """A router between callers and three schedulers; time passes only when it is told to."""
+
+    @initialize(
+        policy=st.sampled_from(["fcfs", "priority", "fair"]),
+        displaces=st.booleans(),
+        max_live=st.sampled_from([0, 12]),
+    )
+    def build(self, policy, displaces, max_live):
+        self.displaces = displaces
+        self.bench = Bench(
+            policy=policy,
+            priority_aging_s=1.0,
+            limits=Limits(max_live_requests=max_live, max_queued_requests=20),
+            tenant_limits=TenantLimits(max_queued_requests=12, max_queued_tokens=2000),
+            unread=UnreadLimits(max_unread_tokens=6, max_pause_s=1.0),
+        )
+        for name in MODELS:
+            self.connect(name)
+        self.reading = {}  # request id -> what ends its caller's stay, and the reservation
+        self.stays = {}  # request id -> what ends its caller's stay
+        self.first_token = {}
+        self.num_left = 0
+
+    def connect(self, name):
+        self.bench.add(name, 4, model=MODELS[name], displaces_by_priority=self.displaces)
+
+    def pick(self, things, chance):
+        things = list(things)
+        return things[chance % len(things)]
+
+    @rule(callers=st.lists(st.tuples(ids, tenants), min_size=3, max_size=12))
+    def come(self, callers):
+        """Their prompts are being read from here on, if there are permits and ids are free."""
+        for request_id, tenant in callers:
+            is_free = request_id not in self.reading and request_id not in self.stays
+            stay = self.bench.router.reserve(request_id, tenant)
+            with contextlib.suppress(ServiceError):
+                self.reading[request_id] = (stay, stay.__enter__())
+                assert is_free
+
+    @precondition(lambda self: self.reading)
+    @rule(asks=st.lists(asks, min_size=3, max_size=12))
+    def be_read(self, asks):
+        """Prompts are read, and their requests let in or refused."""
+        for request_id, ask in zip(list(self.reading), asks, strict=False):
+            num_tokens, n, model, priority, lead_s = ask
+            stay, reservation = self.reading.pop(request_id)
+            spec = Spec(
+                request_id=request_id,
+                model=model,
+                sampling=None,
+                n=n,
+                tenant=reservation.tenant,
+                priority=priority,
+                max_tokens=50,
+                deadline_unix_s=None if lead_s is None else self.bench.time + lead_s,
+            )
+            router, prompt = self.bench.router, np.ones(num_tokens, np.int32)
+            try:
+                router.check(spec, num_tokens)
+                router.submit(reservation, spec, prompt, "", TOKENIZER)
+            except ServiceError:
+                assert reservation.request is None
+                stay.__exit__(None, None, None)
+            else:
+                self.stays[request_id] = stay
+
+    @precondition(lambda self: self.reading)
+    @rule(chance=chances)
+    def leave_while_read(self, chance):
+        stay, _ = self.reading.pop(self.pick(self.reading, chance))
+        stay.__exit__(None, None, None)
+
+    @precondition(lambda self: self.stays)
+    @rule(chance=chances)
+    def leave(self, chance):
+        self.stays.pop(self.pick(self.stays, chance)).__exit__(None, None, None)
+        self.num_left += 1
+
+    @rule(
+        num_tokens=st.integers(1, 3), num_passed_over=st.integers(0, 4), num_ends=st.integers(0, 2)
+    )
+    def step(self, num_tokens, num_passed_over, num_ends):
+        """What schedulers have gets tokens, but for some; a few end."""
+        for name, link in self.bench.links.items():
+            advanced = list(link.sent)[num_passed_over:]
+            self.bench.step(name, num_tokens, handles=advanced, ends=advanced[:num_ends])
+
+    @rule(request_id=ids)
+    def abort(self, request_id):
+        self.bench.router.abort(request_id)
+
+    @rule(tenant=tenants)
+    def abort_tenant(self, tenant):
+        self.bench.router.abort_tenant(tenant)
+        for stay_id, reservation in self.bench.router._reservations.items():
+            if reservation.tenant == tenant and reservation.request is not None:
+                assert reservation.request.is_finished, stay_id
+
+    @rule(name=st.sampled_from(sorted(MODELS)), chance=chances,
+          reason=st.sampled_from(["NO_WORKER", "INVALID"]))  # fmt: skip
+    def refuse(self, name, chance, reason):
+        link = self.bench.links[name]
+        if link.sent:
+            handle = self.pick(link.sent, chance)
+            del link.sent[handle]
+            link.paused.discard(handle)
+            self.bench.dispatcher.on_refusal(Refusal(handle, reason, ""))
+
+    @rule(name=st.sampled_from(sorted(MODELS)))
+    def lose(self, name):
+        """The scheduler goes, and comes back."""
+        link = self.bench.links.pop(name)
+        link.sent.clear()
+        self.bench.dispatcher.lost(link)
+        self.connect(name)
+
+    @rule(seconds=st.sampled_from([0.01, 0.2, 1.5]))
+    def pass_time(self, seconds):
+        self.bench.time += seconds
+        self.bench.router.expire()
+        for name, model in MODELS.items():
+            one = report(name, 4, model=model, displaces_by_priority=self.displaces)
+            self.bench.dispatcher.on_report(name, [one], is_draining=False)
+
+    @precondition(lambda self: self.stays)
+    @rule(chance=chances, share=st.sampled_from([1, 2]))
+    def read(self, chance, share):
+        """A client reads what has come, or half of it."""
+        request = self.pick(self.bench.router._requests.values(), chance)
+        for completion in request.completions:
+            completion.num_streamed += completion.num_unread // share
+            self.bench.dispatcher.has_read(completion)
+
+    @precondition(lambda self: self.stays)
+    @rule(chance=chances)
+    def find_a_stop_string(self, chance):
+        request = self.pick(self.bench.router._requests.values(), chance)
+        completion = request.completions[chance % len(request.completions)]
+        if completion.token_ids and completion.finish is None:
+            self.bench.router.stop_found(completion, "stop", len(completion.token_ids))
+
+    @invariant()
+    def every_request_is_counted_once(self):
+        router = self.bench.router
+        assert len(router._requests) == len(self.stays)
+        assert sum(router.num_ended.values()) == self.num_left
+        assert router.num_accepted == self.num_left + len(router._requests)
+        assert router.num_live == len(self.stays) + len(self.reading)
+        assert router._gate.permits.num_live == router.num_live
+        assert router._gate.num_reading == len(self.reading)
+        assert set(router.num_ended) <= set(FinishReason)
+
+    @invariant()
+    def every_completion_is_in_one_place(self):
+        """One that is paused may also be in none, while no scheduler has it."""
+        router = self.bench.router
+        unfinished = [
+            c for r in router._requests.values() for c in r.completions if c.finish is None
+        ]
+        sent = [c for link in self.bench.links.values() for c in link.sent.values()]
+        places = [id(c) for c in (*router.dispatcher.queue, *sent)]
+        held = [id(c) for c in unfinished if c.is_paused and id(c) not in places]
+        assert sorted(places + held) == sorted(id(c) for c in unfinished)
+        paused = [h for link in self.bench.links.values() for h in link.paused]
+        assert len(router.dispatcher._pauses) == len(held) + len(paused)
+        assert router.pool.num_in_flight() == len(sent) - len(paused)
+
+    @invariant()
+    def loads_are_what_waits(self):
+        queue = self.bench.dispatcher.queue
+        waiting = list(queue)
+        assert queue.load.num_requests == len(waiting)
+        for tenant in "abc":
+            of_tenant = [c for c in waiting if c.request.spec.tenant == tenant]
+            assert queue.load_of(tenant).num_requests == len(of_tenant)
+
+    @invariant()
+    def nobody_waits_while_a_worker_has_credit_for_the_first_in_line(self):
+        dispatcher = self.bench.dispatcher
+        for _, line in dispatcher.queue.lines:
+            completion = line.peek()
+            if completion is not None:
+                need = dispatcher._need(completion, now=self.bench.time)
+                assert dispatcher.pool.choose(need, self.bench.time) is None
+            line.put_back()
+
+    @invariant()
+    def a_first_token_is_first_for_good(self):
+        for number, request in self.bench.router._requests.items():
+            seen = request.timeline.first_token
+            assert (seen is not None) >= bool(request.num_completion_tokens)
+            assert self.first_token.setdefault(number, seen) in (None, seen)
+            self.first_token[number] = seen
+
+    def teardown(self):
+        if hasattr(self, "bench"):
+            for stay, _ in self.reading.values():
+                stay.__exit__(None, None, None)
+            for stay in self.stays.values():
+                stay.__exit__(None, None, None)
+            self.bench.assert_empty()
+
+
+TestRouter = RouterMachine.TestCase
+TestRouter.settings = settings(max_examples=60, stateful_step_count=80)
