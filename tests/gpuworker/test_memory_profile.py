@@ -26,7 +26,7 @@ MEMORY = FakeMemory(
 )
 # Of 12 rows: 1, 2, 4, 8, 12.
 NUM_GRAPHS = 5
-SETTINGS = {"num_kv_blocks": None, "attention": "torch", "max_num_seqs": 12}
+SETTINGS = {"num_kv_blocks": None, "max_num_seqs": 12}
 
 
 @pytest.fixture(scope="module")
@@ -99,3 +99,9 @@ def test_the_largest_step_is_as_large_as_a_step_may_be(max_num_seqs: int, tokens
     batch = InputBatch(limits).apply(largest_step(limits))
     assert batch.num_tokens == min(tokens, max_num_seqs * 512)
     assert len(batch.sample_rows) == min(max_num_seqs, tokens)
+
+
+def test_attention_that_plans_as_it_goes_has_no_graphs(checkpoint: Path) -> None:
+    gpu = FakeGpu(replace(MEMORY))
+    load(checkpoint, gpu.parts, **SETTINGS | {"attention": "torch"})
+    assert gpu.recorders == []
