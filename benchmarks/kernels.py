@@ -1,47 +1,47 @@
-"""What the GPU kernels make of the GPU that is here: `make bench-gpu`.
+"""What the GPU kernels make of a device: attention, and the passes between products.
 
-Every share is of something measured on the same device in the same run: copy bandwidth of a large
-device-to-device copy, matrix peak of a large bfloat16 product. Kernels are checked against the
-reference before they are timed. Without a GPU nothing is measured and the exit status is 2.
+Every share is of something measured on the same device in the same run. Kernels are checked
+against the reference before they are timed.
 """
 
-import argparse
 import math
-import statistics
-import sys
-from collections.abc import Callable, Sequence
+from collections.abc import Callable
 from dataclasses import dataclass
 
 import numpy as np
 import torch
 
-from gpuworker.attention.interface import AttentionLayer, KvShape, LayerKv, StepShape
+from benchmarks.gpu_machine import Machine, Peaks
+from benchmarks.tables import Table
+from gpuworker.attention.interface import (
+    AttentionBackend,
+    AttentionLayer,
+    KvShape,
+    LayerKv,
+    PreparedStep,
+    StepShape,
+)
 from gpuworker.attention.reference import ReferenceAttention
 from gpuworker.attention.triton.backend import AttentionSetup, TritonAttention
-from gpuworker.attention.triton.configs import Target
-from gpuworker.attention.triton.device import detect
 from gpuworker.kernels.fused import TritonOps
 from gpuworker.kernels.ops import Draws, HeadNorms, RopeTables, TokenPlaces
 
-NO_GPU = 2
-# Larger than any cache, small enough for any GPU that serves models.
-_COPY_BYTES = 2 << 30
-_MATRIX_SIZE = 8192
 # Several times the largest cache.
 _COLD_BYTES = 512 << 20
 _TOLERANCE = 2e-2
-_PAGE = 64
+PAGE = 64
 
 
 @dataclass(frozen=True, slots=True)
-class Model:
-    """What of a model its kernels depend on."""
+class Heads:
+    """What of a model its attention depends on."""
 
-    name: str
     num_heads: int
     num_kv_heads: int
     head_dim: int
-    kv_dtype: torch.dtype = torch.bfloat16
+
+    def __str__(self) -> str:
+        return f"{self.num_heads} / {self.num_kv_heads} heads of {self.head_dim}"
 
 
 @dataclass(frozen=True, slots=True)
@@ -54,139 +54,74 @@ class Load:
 
 
 @dataclass(frozen=True, slots=True)
-class Peaks:
-    """Measured: bytes moved a second (read plus written), operations a second."""
+class Loads:
+    """What is measured; checks come first and are compared with the reference."""
 
-    copy: float
-    matrix: float
-
-
-DECODES = [
-    Load(n, 1, length)
-    for n, length in ((1, 8192), (1, 131072), (8, 8192), (16, 4096), (64, 4096), (256, 2048))
-]
-VERIFIES = [Load(n, 5, 4096) for n in (1, 16, 64)]
-CHUNKS = [
-    Load(n, queries, length)
-    for n, queries, length in ((1, 512, 512), (4, 2048, 2048), (1, 8192, 8192), (1, 2048, 32768))
-]
+    checks: tuple[Load, ...]
+    decodes: tuple[Load, ...]
+    verifies: tuple[Load, ...]
+    chunks: tuple[Load, ...]
 
 
-def main() -> int:
-    parser = argparse.ArgumentParser(description=__doc__)
-    parser.add_argument("--repeats", type=int, default=20, help="timed runs of each (median)")
-    options = parser.parse_args()
-    if not torch.cuda.is_available():
-        print("bench-gpu: there is no GPU here, nothing was measured", file=sys.stderr)
-        return NO_GPU
-    device = torch.device("cuda")
-    target = detect(device)
-    timer = Timer(options.repeats)
-    peaks = Peaks(_copy_peak(timer), _matrix_peak(timer))
-    print(f"{torch.cuda.get_device_name()}, {target.arch}, {target.num_processors} processors")
-    print(f"measured copy {peaks.copy / 1e9:.0f} GB/s, matrix {peaks.matrix / 1e12:.0f} TFLOP/s\n")
-    models = [Model("32 / 8 heads of 128", 32, 8, 128), Model("9 / 3 heads of 64", 9, 3, 64)]
-    if target.has_float8:
-        float8 = torch.float8_e4m3fnuz if target.is_amd else torch.float8_e4m3fn
-        models.append(Model("32 / 8 heads of 128, float8", 32, 8, 128, float8))
-    for model in models:
-        _attention_tables(model, target, timer, peaks)
-    _op_table(timer, peaks)
-    return 0
-
-
-class Timer:
-    """Times what is launched, without the host: several calls captured in one CUDA graph."""
-
-    CALLS = 10
-
-    def __init__(self, repeats: int) -> None:
-        self._repeats = repeats
-
-    def seconds(self, call: Callable[[], object]) -> float:
-        """Median time of one call."""
-        side = torch.cuda.Stream()
-        with torch.cuda.stream(side):
-            for _ in range(3):
-                call()
-        torch.cuda.synchronize()
-        graph = torch.cuda.CUDAGraph()
-        with torch.cuda.graph(graph):
-            for _ in range(self.CALLS):
-                call()
-        times = []
-        for _ in range(self._repeats):
-            start, end = (torch.cuda.Event(enable_timing=True) for _ in range(2))
-            start.record()
-            graph.replay()
-            end.record()
-            end.synchronize()
-            times.append(start.elapsed_time(end) / 1e3 / self.CALLS)
-        return statistics.median(times)
-
-
-def _copy_peak(timer: Timer) -> float:
-    source = torch.empty(_COPY_BYTES, dtype=torch.uint8, device="cuda")
-    target = torch.empty_like(source)
-    return 2 * _COPY_BYTES / timer.seconds(lambda: target.copy_(source))
-
-
-def _matrix_peak(timer: Timer) -> float:
-    left, right = (
-        torch.randn(_MATRIX_SIZE, _MATRIX_SIZE, dtype=torch.bfloat16, device="cuda")
-        for _ in range(2)
-    )
-    out = torch.empty_like(left)
-    return 2 * _MATRIX_SIZE**3 / timer.seconds(lambda: torch.matmul(left, right, out=out))
+FULL = Loads(
+    checks=(Load(3, 1, 700), Load(2, 5, 700), Load(2, 150, 300)),
+    decodes=tuple(
+        Load(n, 1, length)
+        for n, length in ((1, 8192), (1, 131072), (8, 8192), (16, 4096), (64, 4096), (256, 2048))
+    ),
+    verifies=tuple(Load(n, 5, 4096) for n in (1, 16, 64)),
+    chunks=(Load(1, 512, 512), Load(4, 2048, 2048), Load(1, 8192, 8192), Load(1, 2048, 32768)),
+)
+TINY = Loads(
+    checks=(Load(2, 1, 70), Load(1, 9, 20)),
+    decodes=(Load(1, 1, 65),),
+    verifies=(Load(1, 3, 9),),
+    chunks=(Load(1, 40, 40),),
+)
+FULL_HEADS = (Heads(32, 8, 128), Heads(9, 3, 64))
+TINY_HEADS = (Heads(4, 2, 16),)
 
 
 class AttentionRun:
     """One load's tensors and prepared step on the device."""
 
-    def __init__(self, model: Model, target: Target, load: Load) -> None:
-        num_tokens = load.num_reqs * load.num_queries
-        blocks_a_request = -(-load.seq_len // _PAGE)
-        num_blocks = load.num_reqs * blocks_a_request + 1
-        ids = np.random.default_rng(0).permutation(np.arange(1, num_blocks)).astype(np.int32)
-        table = ids.reshape(load.num_reqs, blocks_a_request)
-        positions = np.arange(load.seq_len - load.num_queries, load.seq_len)
-        slots = table[:, positions // _PAGE] * _PAGE + positions % _PAGE
-        self.shape = StepShape(
-            np.arange(load.num_reqs + 1, dtype=np.int32) * load.num_queries,
-            np.full(load.num_reqs, load.seq_len, dtype=np.int32),
-            slots.reshape(-1).astype(np.int64),
-            table,
-            num_tokens,
-        )
-        kv_shape = KvShape(num_blocks, _PAGE, model.num_kv_heads, model.head_dim)
-        size = (num_blocks, model.num_kv_heads, _PAGE, model.head_dim)
+    def __init__(
+        self,
+        machine: Machine,
+        heads: Heads,
+        load: Load,
+        kv_dtype: torch.dtype,
+        make: Callable[[AttentionSetup, Machine], AttentionBackend] | None = None,
+    ) -> None:
+        self.shape = _step_shape(load)
+        num_blocks = load.num_reqs * self.shape.block_table.shape[1] + 1
+        size = (num_blocks, heads.num_kv_heads, PAGE, heads.head_dim)
         # As the layers of a model: by the time a pool is read again, no cache holds it.
-        pool_bytes = 2 * math.prod(size) * model.kv_dtype.itemsize
-        num_layers = min(-(-_COLD_BYTES // pool_bytes), Timer.CALLS)
+        pool_bytes = 2 * math.prod(size) * kv_dtype.itemsize
+        num_layers = min(-(-_COLD_BYTES // pool_bytes), machine.timer.num_calls)
 
-        def pool() -> torch.Tensor:
-            # Drawn in place: a float32 copy of the pool might not fit beside it.
-            drawn = torch.empty(size, dtype=torch.bfloat16, device="cuda").normal_()
-            return drawn.to(model.kv_dtype)
+        def random(*shape: int) -> torch.Tensor:
+            return torch.randn(shape, device=machine.device, dtype=machine.dtype)
 
-        self._layers = [LayerKv(pool(), pool()) for _ in range(num_layers)]
+        self._layers = [
+            LayerKv(random(*size).to(kv_dtype), random(*size).to(kv_dtype))
+            for _ in range(num_layers)
+        ]
         self._next = 0
-        self.query = torch.randn(
-            num_tokens, model.num_heads, model.head_dim, device="cuda", dtype=torch.bfloat16
-        )
-        self.layer = AttentionLayer(model.head_dim**-0.5)
+        self.query = random(self.shape.num_tokens, heads.num_heads, heads.head_dim)
+        self.layer = AttentionLayer(heads.head_dim**-0.5)
         setup = AttentionSetup(
-            shape=kv_shape,
-            num_heads=model.num_heads,
-            kv_dtype=model.kv_dtype,
+            shape=KvShape(num_blocks, PAGE, heads.num_kv_heads, heads.head_dim),
+            num_heads=heads.num_heads,
+            kv_dtype=kv_dtype,
             windows=(None,),
             max_num_seqs=load.num_reqs,
-            max_num_batched_tokens=num_tokens,
+            max_num_batched_tokens=self.shape.num_tokens,
             max_model_len=load.seq_len,
         )
         # Kept: graphs read its buffers.
-        self.backend = TritonAttention(setup, target, torch.device("cuda"))
-        self.step = self.backend.prepare(self.shape)
+        self.backend = (make or _triton)(setup, machine)
+        self.step: PreparedStep = self.backend.prepare(self.shape)
 
     def attend(self) -> torch.Tensor:
         """Attention of the next layer."""
@@ -195,81 +130,122 @@ class AttentionRun:
         return self.step.attend(self.query, kv, self.layer)
 
     def error(self) -> float:
-        """Largest difference from the reference."""
-        expected = ReferenceAttention().prepare(self.shape).attend(self.query, self.kv, self.layer)
-        return float((self.attend().float() - expected.float()).abs().max())
+        """Largest difference from the reference, over the first layer."""
+        kv = self._layers[0]
+        expected = ReferenceAttention().prepare(self.shape).attend(self.query, kv, self.layer)
+        ours = self.step.attend(self.query, kv, self.layer)
+        return float((ours.float() - expected.float()).abs().max())
 
 
-def _attention_tables(model: Model, target: Target, timer: Timer, peaks: Peaks) -> None:
-    for load in (Load(3, 1, 700), Load(2, 5, 700), Load(2, 150, 300)):
-        error = AttentionRun(model, target, load).error()
+def _triton(setup: AttentionSetup, machine: Machine) -> AttentionBackend:
+    return TritonAttention(setup, machine.target, machine.device)
+
+
+def _step_shape(load: Load) -> StepShape:
+    blocks_a_request = -(-load.seq_len // PAGE)
+    num_blocks = load.num_reqs * blocks_a_request + 1
+    ids = np.random.default_rng(0).permutation(np.arange(1, num_blocks)).astype(np.int32)
+    table = ids.reshape(load.num_reqs, blocks_a_request)
+    positions = np.arange(load.seq_len - load.num_queries, load.seq_len)
+    slots = table[:, positions // PAGE] * PAGE + positions % PAGE
+    return StepShape(
+        np.arange(load.num_reqs + 1, dtype=np.int32) * load.num_queries,
+        np.full(load.num_reqs, load.seq_len, dtype=np.int32),
+        slots.reshape(-1).astype(np.int64),
+        table,
+        load.num_reqs * load.num_queries,
+    )
+
+
+def attention_tables(
+    machine: Machine,
+    peaks: Peaks,
+    heads: Heads,
+    kv_dtype: torch.dtype,
+    make_peer: Callable[[AttentionSetup, Machine], AttentionBackend] | None = None,
+) -> list[Table]:
+    """Decodes, verifies and prefills of a kind of heads, beside a peer's where there is one.
+
+    Raises:
+        SystemExit: the kernels are wrong.
+    """
+    loads = TINY if machine.is_dry else FULL
+    name = f"{heads}, {str(kv_dtype).removeprefix('torch.')}"
+    for load in loads.checks:
+        error = AttentionRun(machine, heads, load, kv_dtype).error()
         if not error <= _TOLERANCE:
-            raise SystemExit(f"{model.name}: {load} is wrong by {error}: nothing is timed")
-    token_bytes = 2 * model.num_kv_heads * model.head_dim * model.kv_dtype.itemsize
+            raise SystemExit(f"{name}: {load} is wrong by {error}: nothing is timed")
+    token_bytes = 2 * heads.num_kv_heads * heads.head_dim * kv_dtype.itemsize
 
     def decode_share(load: Load, seconds: float) -> float:
         return load.num_reqs * load.seq_len * token_bytes / seconds / peaks.copy
 
     def chunk_share(load: Load, seconds: float) -> float:
         seen = load.num_queries * (2 * load.seq_len - load.num_queries + 1) // 2
-        return 4 * load.num_reqs * seen * model.num_heads * model.head_dim / seconds / peaks.matrix
+        return 4 * load.num_reqs * seen * heads.num_heads * heads.head_dim / seconds / peaks.matrix
 
-    kinds = (
-        ("decode, share of copy bandwidth", DECODES, decode_share),
-        ("verify, share of copy bandwidth", VERIFIES, decode_share),
-        ("prefill, share of matrix peak", CHUNKS, chunk_share),
-    )
-    for title, loads, share in kinds:
-        rows = []
-        for load in loads:
-            if load.num_reqs * load.seq_len * token_bytes > torch.cuda.mem_get_info()[0] // 4:
-                rows.append((*_load_cells(load), "", "does not fit"))
-                continue
-            seconds = timer.seconds(AttentionRun(model, target, load).attend)
-            rows.append((*_load_cells(load), f"{seconds * 1e6:.1f}", f"{share(load, seconds):.1%}"))
-        _print_table(
-            f"{model.name}: {title}", ("requests", "queries", "context", "us", "share"), rows
+    tables = []
+    for title, of_kind, share in (
+        ("decode, share of copy bandwidth (goal 85 %)", loads.decodes, decode_share),
+        ("verify, share of copy bandwidth", loads.verifies, decode_share),
+        ("prefill, share of matrix peak (goal 50 %)", loads.chunks, chunk_share),
+    ):
+        table = Table(
+            f"{name}: {title}", ("requests", "queries", "context", "us", "share %", "flashinfer us")
         )
+        for load in of_kind:
+            cells = (load.num_reqs, load.num_queries, load.seq_len)
+            if load.num_reqs * load.seq_len * token_bytes > machine.free_bytes() // 4:
+                table.rows.append((*cells, "", "does not fit", ""))
+                continue
+            seconds = machine.timer.seconds(AttentionRun(machine, heads, load, kv_dtype).attend)
+            peer: str | float = "not installed"
+            if make_peer is not None:
+                run = AttentionRun(machine, heads, load, kv_dtype, make_peer)
+                peer = machine.timer.seconds(run.attend) * 1e6
+            table.rows.append((*cells, seconds * 1e6, 100 * share(load, seconds), peer))
+        tables.append(table)
+    return tables
 
 
-def _load_cells(load: Load) -> tuple[str, str, str]:
-    return str(load.num_reqs), str(load.num_queries), str(load.seq_len)
-
-
-def _op_table(timer: Timer, peaks: Peaks) -> None:
+def op_table(machine: Machine, peaks: Peaks) -> Table:
     """Other kernels by the bytes that they must move."""
-    ops, rows = TritonOps(), []
-    for num_tokens in (1, 256, 4096):
-        for name, (call, num_bytes) in _layer_calls(ops, num_tokens).items():
-            seconds = timer.seconds(call)
-            share = num_bytes / seconds / peaks.copy
-            rows.append((name, str(num_tokens), f"{seconds * 1e6:.1f}", f"{share:.1%}"))
-    for num_samples in (1, 64, 256):
-        for name, call in _sample_calls(ops, num_samples).items():
-            seconds = timer.seconds(call)
-            share = num_samples * 128256 * 4 / seconds / peaks.copy
-            rows.append((name, str(num_samples), f"{seconds * 1e6:.1f}", f"{share:.1%}"))
-    _print_table(
+    table = Table(
         "other kernels, share of copy bandwidth (few rows stay in the cache)",
-        ("kernel", "rows", "us", "share"),
-        rows,
+        ("kernel", "rows", "us", "share %"),
     )
+    tokens, samples = ((2,), (1,)) if machine.is_dry else ((1, 256, 4096), (1, 64, 256))
+    for num_rows, calls in [
+        *((n, _layer_calls(machine, n)) for n in tokens),
+        *((n, _sample_calls(machine, n)) for n in samples),
+    ]:
+        for name, (call, num_bytes) in calls.items():
+            seconds = machine.timer.seconds(call)
+            share = num_bytes / seconds / peaks.copy
+            table.rows.append((name, num_rows, seconds * 1e6, 100 * share))
+    return table
 
 
-def _layer_calls(ops: TritonOps, num_tokens: int) -> dict[str, tuple[Callable[[], object], int]]:
-    """By name: a call, and the bytes that it must read and write."""
+# By name: a call, and the bytes that it must read and write.
+_Calls = dict[str, tuple[Callable[[], object], int]]
 
-    def random(*size: int) -> torch.Tensor:
-        return torch.randn(size, device="cuda", dtype=torch.bfloat16)
 
-    hidden, update, weight = random(num_tokens, 4096), random(num_tokens, 4096), random(4096)
-    gate_up, qkv = random(num_tokens, 28672), random(num_tokens, 48, 128)
-    pool = random(-(-num_tokens // _PAGE), 8, _PAGE, 128)
+def _layer_calls(machine: Machine, num_tokens: int) -> _Calls:
+    """The sizes of an 8-billion-parameter Llama or Qwen."""
+    ops, device = TritonOps(), machine.device
+    size, inner, dim = (64, 64, 16) if machine.is_dry else (4096, 14336, 128)
+
+    def random(*shape: int) -> torch.Tensor:
+        return torch.randn(shape, device=device, dtype=machine.dtype)
+
+    hidden, update = random(num_tokens, size), random(num_tokens, size)
+    weight = torch.ones(size, device=device)
+    gate_up, qkv = random(num_tokens, 2 * inner), random(num_tokens, 48, dim)
+    pool = random(-(-num_tokens // PAGE), 8, PAGE, dim)
     kv = LayerKv(pool, pool.clone())
-    index = torch.arange(num_tokens, device="cuda")
-    places = TokenPlaces(index, index.int())
-    norms = HeadNorms(random(128), random(128), 1e-6)
-    angles = torch.rand(num_tokens, 64, device="cuda")
+    places = TokenPlaces(torch.arange(num_tokens, device=device), _Slots(num_tokens, device))
+    norms = HeadNorms(torch.ones(dim, device=device), torch.ones(dim, device=device), 1e-6)
+    angles = torch.rand(num_tokens, dim // 2, device=device)
     rope = RopeTables(angles.cos(), angles.sin())
     return {
         "add_rms_norm": (
@@ -284,37 +260,37 @@ def _layer_calls(ops: TritonOps, num_tokens: int) -> dict[str, tuple[Callable[[]
     }
 
 
-def _sample_calls(ops: TritonOps, num_samples: int) -> dict[str, Callable[[], object]]:
-    logits = 3 * torch.randn(num_samples, 128256, device="cuda")
+class _Slots(PreparedStep):
+    """A step of which only the slots are known: the first ones."""
 
-    def call(top_k: int, top_p: float) -> Callable[[], object]:
+    def __init__(self, num_tokens: int, device: torch.device) -> None:
+        self._slots = torch.arange(num_tokens, device=device, dtype=torch.int32)
+
+    @property
+    def slots(self) -> torch.Tensor:
+        return self._slots
+
+
+def _sample_calls(machine: Machine, num_samples: int) -> _Calls:
+    vocab_size = 300 if machine.is_dry else 128256
+    logits = 3 * torch.randn(num_samples, vocab_size, device=machine.device)
+
+    def call(top_k: int, top_p: float) -> tuple[Callable[[], object], int]:
         def full(value: float, dtype: torch.dtype) -> torch.Tensor:
-            return torch.full((num_samples,), value, dtype=dtype, device="cuda")
+            return torch.full((num_samples,), value, dtype=dtype, device=machine.device)
 
         draws = Draws(
-            seeds=torch.arange(num_samples, device="cuda"),
+            seeds=torch.arange(num_samples, device=machine.device),
             positions=full(3, torch.int64),
             top_k=full(top_k, torch.int32),
             top_p=full(top_p, torch.float64),
             min_p=full(0, torch.float64),
             is_drawn=full(1, torch.int32),
         )
-        return lambda: ops.sample(logits, draws)
+        return lambda: TritonOps().sample(logits, draws), logits.nbytes
 
     return {
         "sample": call(0, 1.0),
         "sample top_k 50": call(50, 1.0),
         "sample top_p 0.9": call(0, 0.9),
     }
-
-
-def _print_table(title: str, head: Sequence[str], rows: Sequence[Sequence[str]]) -> None:
-    widths = [max(len(row[i]) for row in (head, *rows)) for i in range(len(head))]
-    print(title)
-    for row in (head, *rows):
-        print("  " + "  ".join(cell.rjust(width) for cell, width in zip(row, widths, strict=True)))
-    print(flush=True)
-
-
-if __name__ == "__main__":
-    sys.exit(main())

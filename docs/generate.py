@@ -11,7 +11,7 @@ from typing import Annotated, Any, Literal, get_args, get_origin, get_type_hints
 
 import msgspec
 
-from gpuworker.config import WorkerSettings
+from gpuworker.config import KvCacheSettings, WorkerSettings
 from headrace.service.channels import ChannelConfig
 from headrace.service.config import SECTIONS
 from headrace.service.process import ProcessConfig
@@ -30,6 +30,7 @@ _SECTIONS: dict[str, tuple[type[msgspec.Struct], dict[str, str]]] = {
     "scheduler": (SchedulerSettings, {"scheduler": ""}),
     "pool": (PoolSettings, {"scheduler": ""}),
     "gpuworker": (WorkerSettings, {"gpuworker": ""}),
+    "kv_cache": (KvCacheSettings, {"gpuworker": ""}),
     "serving": (ServingConfig, {"router": "", "scheduler": "", "gpuworker": ""}),
     "channel": (ChannelConfig, {"router": "scheduler-", "scheduler": "worker-"}),
     "process": (ProcessConfig, {"router": "", "scheduler": "", "gpuworker": ""}),

@@ -13,10 +13,10 @@ from typing import Any
 import click
 import msgspec
 
-from gpuworker.config import WorkerSettings
+from gpuworker.config import KvCacheSettings, WorkerSettings
 from headrace.service import config, telemetry
 from headrace.service.model_files import ModelFilesError, resolve
-from headrace.service.process import ProcessConfig, run, write_address
+from headrace.service.process import ProcessConfig, keep_for_good, run, write_address
 from headrace.service.serving import GrpcServer, ServingConfig, stop_asked
 
 logger = logging.getLogger("gpuworker")
@@ -26,6 +26,7 @@ _PROGRESS_EVERY_S = 2.0
 
 _SECTIONS: dict[str, type[msgspec.Struct]] = {
     "gpuworker": WorkerSettings,
+    "kv_cache": KvCacheSettings,
     "serving": ServingConfig,
     "process": ProcessConfig,
 }
@@ -34,6 +35,7 @@ _SECTIONS: dict[str, type[msgspec.Struct]] = {
 @click.command(context_settings={"max_content_width": 100})
 @click.option("--config", "config_file", type=click.Path(path_type=Path), help="TOML file.")
 @config.flags(WorkerSettings)
+@config.flags(KvCacheSettings)
 @config.flags(ServingConfig)
 @config.flags(ProcessConfig)
 def main(config_file: Path | None, **arguments: Any) -> None:
@@ -57,7 +59,12 @@ def main(config_file: Path | None, **arguments: Any) -> None:
     run("gpuworker", settings["process"], serve(**settings))
 
 
-async def serve(gpuworker: WorkerSettings, serving: ServingConfig, process: ProcessConfig) -> None:
+async def serve(
+    gpuworker: WorkerSettings,
+    kv_cache: KvCacheSettings,
+    serving: ServingConfig,
+    process: ProcessConfig,
+) -> None:
     """Listen, load, serve until SIGTERM or SIGINT, then finish the steps in flight and stop."""
     # torch takes seconds to import: only here, so that --help and errors in flags are quick.
     from gpuworker.rpc.service import FULL_NAME, GpuWorkerService, Identity
@@ -75,13 +82,14 @@ async def serve(gpuworker: WorkerSettings, serving: ServingConfig, process: Proc
     stop = stop_asked()
     write_address(process, await server.start())
     stopping = asyncio.create_task(stop.wait())
-    loading = asyncio.get_running_loop().run_in_executor(model_thread, _load, gpuworker)
+    loading = asyncio.get_running_loop().run_in_executor(model_thread, _load, gpuworker, kv_cache)
     is_thread_busy = True
     try:
         await asyncio.wait([stopping, loading], return_when=asyncio.FIRST_COMPLETED)
         if loading.done():
             is_thread_busy = False
             service.set_engine(loading.result())
+            keep_for_good()
             await server.set_serving(True)
             await stopping
             await server.set_serving(False)
@@ -101,7 +109,7 @@ async def serve(gpuworker: WorkerSettings, serving: ServingConfig, process: Proc
         os._exit(0)
 
 
-def _load(settings: WorkerSettings) -> Any:
+def _load(settings: WorkerSettings, kv_cache: KvCacheSettings) -> Any:
     """Loads the engine, on the model's thread; what cannot be loaded is a ConfigError."""
     import torch
 
@@ -115,7 +123,13 @@ def _load(settings: WorkerSettings) -> Any:
     started = time.monotonic()
     try:
         path = resolve(settings.model)
-        engine = load_engine(settings, path, _ProgressLog())
+        engine = load_engine(
+            settings,
+            kv_cache,
+            path,
+            loading=_ProgressLog("loading: %d of %d tensors (%d %%)"),
+            capturing=_ProgressLog("capturing: %d of %d CUDA graphs (%d %%)"),
+        )
     except (
         ModelFilesError,
         WeightError,
@@ -126,7 +140,8 @@ def _load(settings: WorkerSettings) -> Any:
         raise config.ConfigError(f"cannot serve {settings.model}: {error}") from error
     limits = engine.runner.limits
     logger.info(
-        "loaded %s in %.1f s: %s on %s, %d threads, %d KV blocks of %d tokens, max_model_len %d",
+        "loaded %s in %.1f s: %s on %s, %d threads, %d KV blocks of %d tokens (%s), "
+        "max_model_len %d",
         settings.model_name or Path(settings.model).stem,
         time.monotonic() - started,
         engine.dtype,
@@ -134,22 +149,23 @@ def _load(settings: WorkerSettings) -> Any:
         torch.get_num_threads(),
         limits.num_kv_blocks - 1,
         limits.block_size,
+        engine.kv_dtype,
         limits.max_model_len,
     )
     return engine
 
 
 class _ProgressLog:
-    """Logs how far loading is, every few seconds."""
+    """Logs how far something is, every few seconds; text takes done, of how many, and percent."""
 
-    def __init__(self) -> None:
+    def __init__(self, text: str) -> None:
+        self._text = text
         self._next_s = time.monotonic() + _PROGRESS_EVERY_S
 
-    def __call__(self, num_read: int, num_tensors: int) -> None:
+    def __call__(self, num_done: int, num_all: int) -> None:
         if time.monotonic() >= self._next_s:
             self._next_s = time.monotonic() + _PROGRESS_EVERY_S
-            percent = 100 * num_read // num_tensors
-            logger.info("loading: %d of %d tensors (%d %%)", num_read, num_tensors, percent)
+            logger.info(self._text, num_done, num_all, 100 * num_done // num_all)
 
 
 if __name__ == "__main__":

@@ -22,16 +22,6 @@ class WorkerSettings(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
         Literal["auto", "float32", "bfloat16", "float16"],
         help_text("auto is float32 on a CPU, bfloat16 on a GPU."),
     ] = "auto"
-    block_size: Annotated[
-        int | None,
-        help_text("Tokens in a KV block: 8, 16, 32, 64 or 128; 16 on a CPU, 64 on a GPU."),
-    ] = None
-    num_kv_blocks: Annotated[
-        int | None, help_text("KV blocks in the pool; from memory by default.")
-    ] = None
-    kv_cache_memory_bytes: Annotated[
-        int | None, help_text("Memory of the KV pool; a share of what is free by default.")
-    ] = None
     max_model_len: Annotated[
         int | None, help_text("Prompt and output of one request; the model's own by default.")
     ] = None
@@ -49,6 +39,47 @@ class WorkerSettings(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
         int, help_text("Drafts by prompt lookup for each request and step; 0 is off.", ge=0)
     ] = 0
     attention: Annotated[
-        Literal["auto", "native", "triton", "torch"],
-        help_text("native is compiled for this CPU, triton is for GPUs, torch runs anywhere."),
+        Literal["auto", "native", "triton", "flashinfer", "torch"],
+        help_text(
+            "native is compiled for this CPU, triton and flashinfer (to be installed) are for "
+            "GPUs, torch runs anywhere."
+        ),
+    ] = "auto"
+    enforce_eager: Annotated[
+        bool, help_text("Launch every kernel by itself on a GPU, without CUDA graphs.")
+    ] = False
+    cuda_graph_sizes: Annotated[
+        tuple[int, ...],
+        help_text(
+            "Padded numbers of tokens of which a step without chunks is captured; "
+            "1, 2, 4, 8 and multiples of 8 by default."
+        ),
+    ] = ()
+
+
+class KvCacheSettings(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
+    """The pool of keys and values; None lets the worker decide from the model and the machine."""
+
+    block_size: Annotated[
+        int | None,
+        help_text("Tokens in a KV block: 8, 16, 32, 64 or 128; 16 on a CPU, 64 on a GPU."),
+    ] = None
+    num_kv_blocks: Annotated[
+        int | None, help_text("KV blocks in the pool; from memory by default.")
+    ] = None
+    kv_cache_memory_bytes: Annotated[
+        int | None, help_text("Memory of the KV pool; from what is free by default.")
+    ] = None
+    gpu_memory_utilization: Annotated[
+        float,
+        help_text(
+            "Share of a GPU's memory that may be used, by whomever; the pool takes what weights, "
+            "the largest step and CUDA graphs leave of it.",
+            gt=0,
+            le=1,
+        ),
+    ] = 0.9
+    kv_cache_dtype: Annotated[
+        Literal["auto", "fp8"],
+        help_text("auto is the model's own type; fp8 (E4M3) holds twice the tokens of 16 bits."),
     ] = "auto"

@@ -2,25 +2,51 @@
 
 import logging
 import time
-from dataclasses import dataclass
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, replace
 from pathlib import Path
 
 import torch
 
-from gpuworker import kv_pool
+from gpuworker import kv_pool, memory_profile
+from gpuworker.attention import flashinfer
 from gpuworker.attention.cpu import TorchAttention
-from gpuworker.attention.interface import AttentionBackend
+from gpuworker.attention.flashinfer import (
+    FlashInferAttention,
+    FlashInferSetup,
+    FlashInferUnavailableError,
+)
+from gpuworker.attention.interface import AttentionBackend, LayerKv
 from gpuworker.attention.native import NativeAttention
 from gpuworker.attention.native_library import NativeUnavailableError
-from gpuworker.config import WorkerSettings
+from gpuworker.attention.triton.device import detect, float8_type
+from gpuworker.config import KvCacheSettings, WorkerSettings
 from gpuworker.core.input_batch import BatchLimits
+from gpuworker.device.graphs import (
+    CudaGraphRecorder,
+    GraphRecorder,
+    checked_sizes,
+    default_sizes,
+)
+from gpuworker.device.memory import CudaMemory, MemoryReader
+from gpuworker.device.transfers import CudaTransfers, HostTransfers, Transfers
+from gpuworker.forward import Forward
+from gpuworker.kernels.choice import ops_for
+from gpuworker.kernels.ops import Ops
 from gpuworker.models.config import ModelConfig
+from gpuworker.models.decoder import Decoder
 from gpuworker.models.loader import Progress, load_decoder, with_max_model_len
-from gpuworker.models.source import open_source
+from gpuworker.models.source import WeightSource, open_source
 from gpuworker.runner import ModelRunner
+from gpuworker.sampling.sampler import Sampler
+from gpuworker.step_inputs import InputStaging
 
 logger = logging.getLogger(__name__)
 
+# The first is the best where it runs.
+_ATTENTION_BY_DEVICE = {"cpu": ("native", "torch"), "cuda": ("triton", "flashinfer", "torch")}
+# Those that prepare a step on the host alone and in fixed places.
+_CAPTURABLE_ATTENTION = {"auto", "triton"}
 _DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16, "float16": torch.float16}
 
 
@@ -31,32 +57,140 @@ class Engine:
     runner: ModelRunner
     device: str  # e.g. "cpu" or "NVIDIA H100 80GB"
     dtype: str  # e.g. "float32"
+    kv_dtype: str
+    # Steps that it gains from having in flight: on a CPU, or with drafts, one is done before the
+    # next can begin.
+    pipeline_depth: int = 1
 
 
-def load_engine(settings: WorkerSettings, model: Path, progress: Progress) -> Engine:
-    """Loads the model and allocates its KV pool; takes seconds to minutes.
+@dataclass(frozen=True, slots=True)
+class DeviceParts:
+    """What a runner uses of a kind of device; where there are no graphs, or no memory of its own
+    to be measured, those are None.
+    """
+
+    ops: Ops
+    transfers: Transfers
+    make_recorder: Callable[[], GraphRecorder] | None = None
+    memory: MemoryReader | None = None
+
+    @staticmethod
+    def of(device: torch.device) -> "DeviceParts":
+        """The fused kernels on a GPU, torch's own elsewhere."""
+        if device.type == "cpu":
+            return DeviceParts(ops_for(device), HostTransfers())
+        return DeviceParts(
+            ops_for(device), CudaTransfers(device), CudaGraphRecorder, CudaMemory(device)
+        )
+
+
+def load_engine(
+    settings: WorkerSettings,
+    kv_cache: KvCacheSettings,
+    model: Path,
+    *,
+    loading: Progress,
+    capturing: Progress,
+    parts: DeviceParts | None = None,
+) -> Engine:
+    """Loads the model, allocates its KV pool and captures its graphs; takes seconds to minutes.
 
     To be called on the thread that will run the model.
+
+    Args:
+        settings: of the worker.
+        kv_cache: of its pool.
+        model: a file or folder.
+        loading: told how many tensors are loaded.
+        capturing: told how many graphs are captured.
+        parts: the device's own by default.
 
     Raises:
         WeightError, UnsupportedModelError: the model cannot be read or run.
         KvPoolError: there is no memory for a KV pool.
         ValueError: a setting does not fit the model or the machine.
     """
+    source = open_source(model)
+    return engine_of(source, settings, kv_cache, loading=loading, capturing=capturing, parts=parts)
+
+
+def engine_of(
+    source: WeightSource,
+    settings: WorkerSettings,
+    kv_cache: KvCacheSettings,
+    *,
+    loading: Progress,
+    capturing: Progress,
+    parts: DeviceParts | None = None,
+) -> Engine:
+    """As load_engine, with weights from anywhere."""
     if settings.num_spec_tokens < 0:
         raise ValueError("num-spec-tokens must be at least 0")
     device = _device(settings.device)
-    source = open_source(model)
+    parts = parts or DeviceParts.of(device)
     source.config = with_max_model_len(source.config, settings.max_model_len)
     dtype = _dtype(settings.dtype, device)
-    decoder = load_decoder(source, device, dtype, progress)
-    limits = _limits(settings, source.config, source.eos_token_ids, (device, dtype))
-    kv = kv_pool.allocate(source.config, limits.num_kv_blocks, limits.block_size, dtype, device)
-    attention = attention_backend(settings.attention, limits, source.config, (device, dtype))
-    runner = ModelRunner(
-        decoder, attention, kv, limits, time.perf_counter, settings.num_spec_tokens
+    kv_dtype = _kv_dtype(kv_cache.kv_cache_dtype, device, dtype)
+    limits = _limits(settings, kv_cache, source.config, source.eos_token_ids, device)
+    graph_sizes = _graph_sizes(settings, limits, parts)
+    decoder = load_decoder(source, device, dtype, loading, parts.ops)
+    assembly = Assembly(decoder, limits, settings.attention, kv_dtype, parts)
+    num_kv_blocks = _num_kv_blocks(kv_cache, assembly, graph_sizes)
+    runner = assembly.runner(num_kv_blocks, settings.num_spec_tokens)
+    if graph_sizes and parts.make_recorder is not None:
+        runner.forward.capture(graph_sizes, parts.make_recorder(), capturing)
+    is_ahead = device.type != "cpu" and settings.num_spec_tokens == 0
+    return Engine(
+        runner,
+        _device_name(device),
+        str(dtype).removeprefix("torch."),
+        str(kv_dtype).removeprefix("torch."),
+        pipeline_depth=2 if is_ahead else 1,
     )
-    return Engine(runner, _device_name(device), str(dtype).removeprefix("torch."))
+
+
+@dataclass(frozen=True, slots=True)
+class Assembly:
+    """All of a runner but the size of its pool; limits are those but for num_kv_blocks."""
+
+    decoder: Decoder
+    limits: BatchLimits
+    attention: str
+    kv_dtype: torch.dtype
+    parts: DeviceParts
+
+    def runner(self, num_kv_blocks: int, num_spec_tokens: int = 0) -> ModelRunner:
+        """A runner with a pool of so many blocks, the null block included."""
+        decoder, config = self.decoder, self.decoder.config
+        limits = replace(self.limits, num_kv_blocks=num_kv_blocks)
+        kv = kv_pool.allocate(
+            config, num_kv_blocks, limits.block_size, self.kv_dtype, decoder.device
+        )
+        place = (decoder.device, decoder.dtype)
+        attention = attention_backend(self.attention, limits, config, place, self.kv_dtype)
+        return build_runner(decoder, attention, kv, limits, self.parts, num_spec_tokens)
+
+
+def build_runner(
+    decoder: Decoder,
+    attention: AttentionBackend,
+    kv: Sequence[LayerKv],
+    limits: BatchLimits,
+    parts: DeviceParts,
+    num_spec_tokens: int = 0,
+) -> ModelRunner:
+    """A runner of these parts."""
+    sampler = Sampler(parts.ops, limits, decoder.device, parts.transfers)
+    staging = InputStaging(limits, decoder.device)
+    forward = Forward(decoder, attention, kv, staging, sampler.last_tokens)
+    return ModelRunner(
+        forward,
+        sampler,
+        parts.transfers,
+        limits,
+        clock=time.perf_counter,
+        num_spec_tokens=num_spec_tokens,
+    )
 
 
 def _device(name: str) -> torch.device:
@@ -78,43 +212,69 @@ def _dtype(name: str, device: torch.device) -> torch.dtype:
     return torch.float32 if device.type == "cpu" else torch.bfloat16
 
 
+def _kv_dtype(name: str, device: torch.device, dtype: torch.dtype) -> torch.dtype:
+    """The pool's type: the model's, or the device's eight-bit float.
+
+    Raises:
+        ValueError: the device has none.
+    """
+    if name == "auto":
+        return dtype
+    if device.type == "cpu":
+        return torch.float8_e4m3fn
+    target = detect(device)
+    float8 = float8_type(target)
+    if float8 is None:
+        raise ValueError(
+            f"kv-cache-dtype fp8: {target.arch} has no eight-bit floats (NVIDIA has them from "
+            "sm89 on, AMD on gfx942); leave it at auto"
+        )
+    return float8
+
+
 def attention_backend(
-    name: str, limits: BatchLimits, config: ModelConfig, place: tuple[torch.device, torch.dtype]
+    name: str,
+    limits: BatchLimits,
+    config: ModelConfig,
+    place: tuple[torch.device, torch.dtype],
+    kv_dtype: torch.dtype,
 ) -> AttentionBackend:
-    """The backend of that name, or for "auto" the best there is.
+    """The backend of that name, or for "auto" the best there is; place is the model's.
 
     Raises:
         ValueError: the one asked for cannot run here.
     """
     device, dtype = place
     shape = kv_pool.kv_shape(config, limits.num_kv_blocks, limits.block_size)
-    best = "native" if device.type == "cpu" else "triton"
-    if name not in {"auto", "torch", best}:
+    best, *others = _ATTENTION_BY_DEVICE[device.type]
+    if name not in {"auto", best, *others}:
         raise ValueError(f"attention {name}: does not run on {device.type}")
     if name == "torch":
         return TorchAttention(shape, config.attention.num_heads, device)
     try:
+        if name == "flashinfer":
+            setup = FlashInferSetup(shape, config.attention.num_heads, dtype, kv_dtype)
+            return FlashInferAttention(setup, device, flashinfer.load())
         if best == "native":
-            return NativeAttention(shape, config.attention.num_heads, dtype)
-        return _triton_attention(limits, config, device, dtype)
-    except (NativeUnavailableError, ImportError) as error:
-        if name == best:
+            return NativeAttention(shape, config.attention.num_heads, dtype, kv_dtype)
+        return _triton_attention(limits, config, device, kv_dtype)
+    except (NativeUnavailableError, FlashInferUnavailableError, ImportError) as error:
+        if name != "auto":
             raise ValueError(f"attention {name}: {error}") from error
         logger.warning("attention by torch, which is slower: %s", error)
         return TorchAttention(shape, config.attention.num_heads, device)
 
 
 def _triton_attention(
-    limits: BatchLimits, config: ModelConfig, device: torch.device, dtype: torch.dtype
+    limits: BatchLimits, config: ModelConfig, device: torch.device, kv_dtype: torch.dtype
 ) -> AttentionBackend:
     """The GPU kernels; triton is imported only where they run."""
     from gpuworker.attention.triton.backend import AttentionSetup, TritonAttention
-    from gpuworker.attention.triton.device import detect
 
     setup = AttentionSetup(
         shape=kv_pool.kv_shape(config, limits.num_kv_blocks, limits.block_size),
         num_heads=config.attention.num_heads,
-        kv_dtype=dtype,
+        kv_dtype=kv_dtype,
         windows=tuple({layer.sliding_window for layer in config.layers}),
         max_num_seqs=limits.max_num_seqs,
         max_num_batched_tokens=limits.max_num_batched_tokens,
@@ -125,36 +285,67 @@ def _triton_attention(
 
 def _limits(
     settings: WorkerSettings,
+    kv_cache: KvCacheSettings,
     config: ModelConfig,
     eos_token_ids: tuple[int, ...],
-    place: tuple[torch.device, torch.dtype],
+    device: torch.device,
 ) -> BatchLimits:
-    """Sizes of rows and pool, from the settings, the model and the memory that is left."""
-    device, dtype = place
+    """Sizes of rows and blocks; the pool is still to be sized."""
     is_cpu = device.type == "cpu"
-    block_size = settings.block_size or (16 if is_cpu else 64)
     max_num_batched_tokens = settings.max_num_batched_tokens or (512 if is_cpu else 8192)
     if settings.max_num_seqs < 1 or max_num_batched_tokens < 1:
         raise ValueError("max-num-seqs and max-num-batched-tokens must be at least 1")
-    num_kv_blocks = settings.num_kv_blocks
-    if num_kv_blocks is None:
-        pool_bytes = settings.kv_cache_memory_bytes or kv_pool.available_bytes(device)
-        blocks_per_request = -(-config.max_model_len // block_size)
-        num_kv_blocks = kv_pool.num_blocks_that_fit(
-            pool_bytes,
-            kv_pool.block_bytes(config, block_size, dtype),
-            settings.max_num_seqs * blocks_per_request,
-        )
-    elif num_kv_blocks < 1:
-        raise ValueError("num-kv-blocks must be at least 1")
-    else:
-        num_kv_blocks += 1  # the null block
     return BatchLimits(
         max_num_seqs=settings.max_num_seqs,
         max_model_len=config.max_model_len,
         max_num_batched_tokens=max_num_batched_tokens,
-        block_size=block_size,
-        num_kv_blocks=num_kv_blocks,
+        block_size=kv_cache.block_size or (16 if is_cpu else 64),
+        num_kv_blocks=0,
         vocab_size=config.vocab_size,
         eos_token_ids=eos_token_ids,
     )
+
+
+def _graph_sizes(
+    settings: WorkerSettings, limits: BatchLimits, parts: DeviceParts
+) -> tuple[int, ...]:
+    """Padded sizes of steps to capture; none where there are no graphs."""
+    can_capture = settings.attention in _CAPTURABLE_ATTENTION
+    if settings.enforce_eager or parts.make_recorder is None or not can_capture:
+        return ()
+    most = limits.max_num_seqs * (1 + settings.num_spec_tokens)
+    most = min(most, limits.max_num_batched_tokens)
+    return checked_sizes(settings.cuda_graph_sizes, most) or default_sizes(most)
+
+
+def _num_kv_blocks(
+    kv_cache: KvCacheSettings, assembly: Assembly, graph_sizes: tuple[int, ...]
+) -> int:
+    """Blocks of the pool, the null block included: as asked for, or what memory there is."""
+    if kv_cache.num_kv_blocks is not None:
+        if kv_cache.num_kv_blocks < 1:
+            raise ValueError("num-kv-blocks must be at least 1")
+        return kv_cache.num_kv_blocks + 1
+    limits, config = assembly.limits, assembly.decoder.config
+    block_bytes = kv_pool.block_bytes(config, limits.block_size, assembly.kv_dtype)
+    most = limits.max_num_seqs * -(-limits.max_model_len // limits.block_size)
+    pool_bytes = kv_cache.kv_cache_memory_bytes
+    if pool_bytes is None:
+        pool_bytes = _free_bytes(kv_cache.gpu_memory_utilization, assembly, graph_sizes)
+    return kv_pool.num_blocks_that_fit(pool_bytes, block_bytes, most)
+
+
+def _free_bytes(utilization: float, assembly: Assembly, graph_sizes: tuple[int, ...]) -> int:
+    """Memory for the pool, after all else has had what it needs."""
+    parts = assembly.parts
+    if parts.memory is None:
+        return kv_pool.host_bytes()
+    budget = memory_profile.measure(
+        lambda: assembly.runner(memory_profile.NUM_PROFILE_BLOCKS),
+        parts.memory,
+        utilization,
+        graph_sizes,
+        parts.make_recorder if graph_sizes else None,
+    )
+    logger.info("memory of %s:\n%s", _device_name(assembly.decoder.device), budget)
+    return budget.kv_pool

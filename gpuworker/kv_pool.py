@@ -11,10 +11,9 @@ import torch
 from gpuworker.attention.interface import KvShape, LayerKv
 from gpuworker.models.config import ModelConfig
 
-# Share of the memory that is free once the model is loaded. On a CPU other services, the page cache
-# and activations want theirs; pages are only taken when first written.
+# Share of the memory that is free once the model is loaded. Other services, the page cache and
+# activations want theirs; pages are only taken when first written.
 CPU_MEMORY_SHARE = 0.4
-CUDA_MEMORY_SHARE = 0.9
 
 
 class KvPoolError(Exception):
@@ -48,11 +47,8 @@ def num_blocks_that_fit(pool_bytes: int, bytes_per_block: int, max_useful_blocks
     return num_blocks
 
 
-def available_bytes(device: torch.device) -> int:
-    """Memory that the pool may take on a device, now."""
-    if device.type == "cuda":
-        free, _ = torch.cuda.mem_get_info(device)
-        return int(free * CUDA_MEMORY_SHARE)
+def host_bytes() -> int:
+    """Memory that the pool may take on a CPU, now; for a GPU, see `memory_profile`."""
     return int(_available_host_bytes() * CPU_MEMORY_SHARE)
 
 

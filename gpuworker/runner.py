@@ -1,17 +1,20 @@
 """Runs the model: one plan in, one forward pass over its flat mixed batch, one result out.
 
-The runner owns the rows and the KV pool and is used by one thread. It knows no wire and no
-schedule.
+A step has two halves. `launch` applies a plan and starts everything, the copy of its results
+included, and waits for nothing; `PendingStep.finish` waits for that copy. The next plan may be
+launched in between: tokens that nobody knows yet are fed on the device. The runner owns the rows
+and the KV pool and is used by one thread. It knows no wire and no schedule.
 """
 
-from collections.abc import Callable, Sequence
+from collections import deque
+from collections.abc import Callable
+from dataclasses import dataclass
 
 import numpy as np
 import torch
 from numpy.typing import NDArray
 
-from gpuworker.attention.interface import AttentionBackend, LayerKv, StepShape
-from gpuworker.core.input_batch import BatchLimits, FlatBatch, InputBatch
+from gpuworker.core.input_batch import BatchLimits, FlatBatch, InputBatch, OpenTokens
 from gpuworker.core.ngram import propose
 from gpuworker.core.plan import (
     EMPTY_INT32,
@@ -22,22 +25,67 @@ from gpuworker.core.plan import (
     StepPlan,
     StepResult,
 )
-from gpuworker.models.decoder import Decoder
-from gpuworker.models.linear import padded_rows
-from gpuworker.sampling.logprobs import join, logprob_columns, take
-from gpuworker.sampling.sampler import SampledTokens, sample
+from gpuworker.device.transfers import Event, Transfers
+from gpuworker.forward import Forward, Outputs
+from gpuworker.sampling.logprobs import LogprobTensors, join, start_logprobs, take
+from gpuworker.sampling.sampler import SampledTokens, Sampler
 
 # Prompt log probabilities need logits of whole prompts: 256 rows of 150,000 tokens are 150 MB.
 _MAX_PROMPT_LOGITS = 256
+# With more, a row's last two tokens could be unknown.
+_MAX_PENDING = 2
+
+
+class PendingStep:
+    """A step on its way."""
+
+    def __init__(self, copied: Event, complete: Callable[["PendingStep"], StepResult]) -> None:
+        self._copied = copied
+        self._complete = complete
+        self._result: StepResult | None = None
+
+    @property
+    def is_done(self) -> bool:
+        """Whether `finish` would not wait; any thread may ask."""
+        return self._copied.query()
+
+    def wait(self) -> None:
+        """Waits until it is done; any thread may."""
+        self._copied.synchronize()
+
+    def finish(self) -> StepResult:
+        """Its result, and those of all before it; to be called on the runner's thread."""
+        if self._result is None:
+            self._copied.synchronize()
+            self._result = self._complete(self)
+        return self._result
+
+
+@dataclass(frozen=True, slots=True)
+class _Launched:
+    """What finishing a step needs of its launch.
+
+    packed: [2 * num_samples, then num_reqs where drafts are verified] int32 tokens, whether their
+        logits are finite, and how many of each request's are kept.
+    open_tokens: None where drafts are verified: nobody knows how many tokens there will be.
+    """
+
+    batch: FlatBatch
+    started_s: float
+    packed: torch.Tensor
+    open_tokens: OpenTokens | None
+    num_logprobs: Int32Array  # [num_reqs] asked for; negative: none
+    logprobs: LogprobTensors | None
+    prompt_logprobs: dict[int, list[LogprobTensors]]  # by row
 
 
 class ModelRunner:
-    """The model, its rows and its KV pool.
+    """The model and its rows.
 
     Args:
-        decoder: the model.
-        attention: the backend.
-        kv: one pool per layer; changed by every step.
+        forward: the model.
+        sampler: chooses tokens.
+        transfers: the way to the device and back.
         limits: sizes of the rows and of the pool.
         clock: seconds, for elapsed_s.
         num_spec_tokens: at most so many drafts are proposed for each row; 0 is none.
@@ -45,20 +93,23 @@ class ModelRunner:
 
     def __init__(
         self,
-        decoder: Decoder,
-        attention: AttentionBackend,
-        kv: Sequence[LayerKv],
+        forward: Forward,
+        sampler: Sampler,
+        transfers: Transfers,
         limits: BatchLimits,
+        *,
         clock: Callable[[], float],
         num_spec_tokens: int = 0,
     ) -> None:
         self.limits = limits
-        self._decoder = decoder
-        self._attention = attention
-        self._kv = kv
+        self.forward = forward
+        self._sampler = sampler
+        self._transfers = transfers
         self._rows = InputBatch(limits)
         self._clock = clock
         self._num_spec_tokens = num_spec_tokens
+        self._pending: deque[PendingStep] = deque()
+        self._has_drafts_pending = False
 
     @property
     def num_spec_tokens(self) -> int:
@@ -71,44 +122,120 @@ class ModelRunner:
         return int(self._rows.slots.is_occupied.sum())
 
     def reset(self) -> None:
-        """Empties every row, as a new stream begins."""
+        """Empties every row, as a new stream begins; steps on their way are forgotten."""
+        self._pending.clear()
         self._rows.clear()
 
-    @torch.inference_mode()
     def execute(self, plan: StepPlan) -> StepResult:
-        """Runs one step.
+        """Runs one step from beginning to end; see `launch`."""
+        return self.launch(plan).finish()
+
+    @torch.inference_mode()
+    def launch(self, plan: StepPlan) -> PendingStep:
+        """Starts one step.
+
+        Only the result of a step that verifies drafts says how far its rows are, and what bad words
+        forbid depends on tokens: with either, what is on its way is finished first, and otherwise
+        the older of two steps is.
 
         Raises:
             PlanError: the plan contradicts itself or the rows.
         """
-        started = self._clock()
+        started_s = self._clock()
+        most = 0 if self._has_drafts_pending or self._rows.slots.looks_back else _MAX_PENDING - 1
+        while len(self._pending) > most:
+            self._pending[0].finish()
         batch = self._rows.apply(plan)
+        self._sampler.place(plan.row_requests, self._rows)
         if batch.num_tokens == 0:
-            return StepResult(
-                step_id=plan.step_id,
-                num_sampled_tokens=batch.num_samples,
-                token_ids=batch.draft_token_ids,
-                elapsed_s=self._clock() - started,
-            )
-        hidden = self._forward(batch)
-        prompt_logprobs = self._prompt_logprobs(batch, hidden)
-        logits = self._logits(hidden, batch.logits_indices)
-        asked = self._raw_logits_if_asked(batch, logits)
-        sampled = sample(logits, batch, self._rows)
-        counts, errors = _accept(batch, sampled)
-        token_ids = sampled.token_ids[_kept(batch.num_samples, counts)]
-        self._rows.append_sampled(batch.rows, counts, token_ids)
-        self._fill_in([error.row for error in errors])
+            return PendingStep(self._transfers.mark(), lambda _: self._nothing(batch, started_s))
+        launched = self._start(batch, started_s)
+        step = PendingStep(self._transfers.mark(), lambda step: self._complete(step, launched))
+        self._pending.append(step)
+        self._has_drafts_pending = launched.open_tokens is None
+        return step
+
+    def _nothing(self, batch: FlatBatch, started_s: float) -> StepResult:
+        """The result of a step that only changes rows."""
+        return StepResult(
+            step_id=batch.step_id,
+            num_sampled_tokens=batch.num_samples,
+            token_ids=EMPTY_INT32,
+            elapsed_s=self._clock() - started_s,
+        )
+
+    def _start(self, batch: FlatBatch, started_s: float) -> _Launched:
+        """Starts everything that a step does on the device, and the copies of what it gives."""
+        outputs = self.forward.run(batch, self._rows.slots)
+        prompt_logprobs = self._start_prompt_logprobs(batch, outputs)
+        num_logprobs = self._rows.slots.num_logprobs[batch.rows]
+        is_asked = bool((num_logprobs >= 0).any()) and len(outputs.logits) > 0
+        # Sampling changes the logits.
+        raw_logits = outputs.logits.clone() if is_asked else None
+        sampled = self._sampler.sample(outputs.logits, outputs.samples, batch, self._rows)
+        logprobs = None
+        if raw_logits is not None:
+            num_top = int(num_logprobs.max())
+            token_ids = sampled.token_ids.long()
+            logprobs = start_logprobs(raw_logits, token_ids, num_top, self._transfers)
+        open_tokens = None if len(batch.draft_token_ids) else self._rows.open(batch)
+        return _Launched(
+            batch,
+            started_s,
+            self._transfers.to_host(_packed(sampled)),
+            open_tokens,
+            num_logprobs,
+            logprobs,
+            prompt_logprobs,
+        )
+
+    def _start_prompt_logprobs(
+        self, batch: FlatBatch, outputs: Outputs
+    ) -> dict[int, list[LogprobTensors]]:
+        """Log probabilities of the prompt tokens that this step computes, by row, in pieces."""
+        pieces_by_row: dict[int, list[LogprobTensors]] = {}
+        to_device = self._transfers.to_device
+        for row in np.unique(batch.prompt_rows).tolist():
+            assert outputs.hidden is not None, "a replayed step computes no prompt tokens"
+            places = np.flatnonzero(batch.prompt_rows == row)
+            num_top = int(self._rows.slots.num_prompt_logprobs[row])
+            pieces_by_row[row] = []
+            for start in range(0, len(places), _MAX_PROMPT_LOGITS):
+                piece = places[start : start + _MAX_PROMPT_LOGITS]
+                logits = self.forward.logits(outputs.hidden, to_device(batch.prompt_indices[piece]))
+                targets = to_device(batch.prompt_target_ids[piece])
+                pieces_by_row[row].append(start_logprobs(logits, targets, num_top, self._transfers))
+        return pieces_by_row
+
+    @torch.inference_mode()
+    def _complete(self, step: PendingStep, launched: _Launched) -> StepResult:
+        """Reads what a step gave and brings the rows up to it."""
+        while step in self._pending and self._pending[0] is not step:
+            self._pending[0].finish()
+        batch = launched.batch
+        counts, sampled_ids, errors = _unpacked(launched)
+        token_ids = sampled_ids
+        if counts is not batch.num_samples:
+            token_ids = sampled_ids[_kept(batch.num_samples, counts)]
+        if launched.open_tokens is not None:
+            # A failed row has token 0, of no meaning: a plan for it may be on its way.
+            self._rows.settle(launched.open_tokens, sampled_ids)
+        else:
+            self._rows.append_sampled(batch.rows, counts, token_ids)
+            self._fill_in([error.row for error in errors])
+            self._sampler.count_accepted(batch, counts, token_ids, self._rows)
+        if step in self._pending:
+            self._pending.remove(step)
         num_drafts, drafts = self._propose(batch, counts)
         return StepResult(
-            step_id=plan.step_id,
+            step_id=batch.step_id,
             num_sampled_tokens=counts,
             token_ids=token_ids,
             num_draft_tokens=num_drafts,
             draft_token_ids=drafts,
-            logprobs=self._row_logprobs(batch, asked, sampled, counts, prompt_logprobs),
+            logprobs=_row_logprobs(launched, counts),
             errors=errors,
-            elapsed_s=self._clock() - started,
+            elapsed_s=self._clock() - launched.started_s,
         )
 
     def _fill_in(self, failed_rows: list[int]) -> None:
@@ -117,27 +244,12 @@ class ModelRunner:
             ones = np.ones(len(failed_rows), dtype=np.int32)
             self._rows.append_sampled(np.array(failed_rows, dtype=np.int32), ones, 0 * ones)
 
-    def _forward(self, batch: FlatBatch) -> torch.Tensor:
-        """Hidden states of the batch's tokens: [num_padded_tokens, hidden_size]."""
-        device = self._decoder.device
-        num_padded = padded_rows(batch.num_tokens)
-        padding = (0, num_padded - batch.num_tokens)
-        token_ids = torch.from_numpy(np.pad(batch.token_ids, padding)).to(device)
-        positions = torch.from_numpy(np.pad(batch.positions, padding)).to(device)
-        prepared = self._attention.prepare(StepShape.of(batch, num_padded))
-        return self._decoder.forward(token_ids, positions, self._kv, prepared)
-
-    def _logits(self, hidden: torch.Tensor, indices: NDArray[np.int64]) -> torch.Tensor:
-        """Logits of some tokens: [len(indices), vocab_size]."""
-        if not len(indices):
-            return torch.empty(0, self.limits.vocab_size, device=hidden.device)
-        padding = (0, padded_rows(len(indices)) - len(indices))
-        rows = torch.from_numpy(np.pad(indices, padding)).to(hidden.device)
-        return self._decoder.logits(hidden.index_select(0, rows))[: len(indices)]
-
     def _propose(self, batch: FlatBatch, counts: Int32Array) -> tuple[Int32Array, Int32Array]:
-        """Drafts for rows that sampled: how many for each, [num_reqs] or [0], and all of them."""
-        if not self._num_spec_tokens:
+        """Drafts for rows that sampled: how many for each, [num_reqs] or [0], and all of them.
+
+        A step that is launched already can use none.
+        """
+        if not self._num_spec_tokens or self._pending:
             return EMPTY_INT32, EMPTY_INT32
         drafts = [EMPTY_INT32] * batch.num_reqs
         for i in np.flatnonzero(counts).tolist():
@@ -150,80 +262,35 @@ class ModelRunner:
         num_drafts = np.array([len(draft) for draft in drafts], dtype=np.int32)
         return num_drafts, np.concatenate(drafts)
 
-    def _raw_logits_if_asked(self, batch: FlatBatch, logits: torch.Tensor) -> torch.Tensor | None:
-        """A copy of the logits, which sampling changes, when a row wants log probabilities."""
-        is_asked = (self._rows.slots.num_logprobs[batch.sample_rows] >= 0).any()
-        return logits.clone() if is_asked else None
 
-    def _row_logprobs(
-        self,
-        batch: FlatBatch,
-        logits: torch.Tensor | None,
-        sampled: SampledTokens,
-        counts: Int32Array,
-        prompt_logprobs: dict[int, LogprobColumns],
-    ) -> tuple[RowLogprobs, ...]:
-        """Log probabilities of every row that asked for any and has some in this step."""
-        if logits is None and not prompt_logprobs:
-            return ()
-        wanted = self._rows.slots.num_logprobs[batch.rows]
-        columns = None
-        if logits is not None:
-            tokens = torch.from_numpy(sampled.token_ids.astype(np.int64)).to(logits.device)
-            columns = logprob_columns(logits, tokens, int(wanted.max()))
-        starts = np.cumsum(batch.num_samples) - batch.num_samples
-        rows = []
-        for i, row in enumerate(batch.rows.tolist()):
-            of_tokens = None
-            if columns is not None and wanted[i] >= 0 and counts[i]:
-                index = slice(int(starts[i]), int(starts[i] + counts[i]))
-                of_tokens = take(columns, index, int(wanted[i]))
-            of_prompt = prompt_logprobs.get(row)
-            if of_tokens is not None or of_prompt is not None:
-                rows.append(RowLogprobs(row, of_tokens, of_prompt))
-        return tuple(rows)
-
-    def _prompt_logprobs(self, batch: FlatBatch, hidden: torch.Tensor) -> dict[int, LogprobColumns]:
-        """Log probabilities of the prompt tokens that this step computed, by row."""
-        columns_by_row = {}
-        for row in np.unique(batch.prompt_rows).tolist():
-            places = np.flatnonzero(batch.prompt_rows == row)
-            num_top = int(self._rows.slots.num_prompt_logprobs[row])
-            parts = []
-            for start in range(0, len(places), _MAX_PROMPT_LOGITS):
-                piece = places[start : start + _MAX_PROMPT_LOGITS]
-                logits = self._logits(hidden, batch.prompt_indices[piece])
-                targets = torch.from_numpy(batch.prompt_target_ids[piece]).to(logits.device)
-                parts.append(logprob_columns(logits, targets, num_top))
-            columns_by_row[row] = join(parts)
-        return columns_by_row
+def _packed(sampled: SampledTokens) -> torch.Tensor:
+    """All that the host must know of a step's tokens; see `_Launched`."""
+    parts = [sampled.token_ids, sampled.is_finite.int()]
+    if sampled.num_kept is not None:
+        parts.append(sampled.num_kept)
+    return torch.cat(parts)
 
 
-def _accept(batch: FlatBatch, sampled: SampledTokens) -> tuple[Int32Array, tuple[RowError, ...]]:
-    """How many of each row's samples count: up to and with the first that differs from its draft.
+def _unpacked(launched: _Launched) -> tuple[Int32Array, Int32Array, tuple[RowError, ...]]:
+    """How many of each row's samples count, all samples, and the rows that failed.
 
-    What was sampled after an accepted draft is what would have been sampled without drafts: the
-    same logits, settings, seed and position. A row with logits that are not finite gets none.
+    A row with logits that are not finite gets none.
     """
+    batch, values = launched.batch, launched.packed.numpy()
+    num_samples = len(batch.sample_rows)
+    is_finite = values[num_samples : 2 * num_samples] != 0
     counts = batch.num_samples
-    if len(batch.draft_token_ids):
-        counts = counts.copy()
-        ends = np.cumsum(batch.num_samples)
-        draft_starts = np.cumsum(batch.num_draft_tokens) - batch.num_draft_tokens
-        for i in np.flatnonzero(batch.num_draft_tokens).tolist():
-            num_drafts = int(batch.num_draft_tokens[i])
-            first = int(ends[i]) - num_drafts - 1
-            drafts = batch.draft_token_ids[draft_starts[i] : draft_starts[i] + num_drafts]
-            is_match = sampled.token_ids[first : first + num_drafts] == drafts
-            counts[i] = 1 + (num_drafts if is_match.all() else int(is_match.argmin()))
-    if sampled.is_finite.all():
-        return counts, ()
+    if len(values) > 2 * num_samples:
+        counts = values[2 * num_samples :]
+    if is_finite.all():
+        return counts, values[:num_samples], ()
     row_of_sample = np.repeat(np.arange(batch.num_reqs), batch.num_samples)
-    failed = np.unique(row_of_sample[~sampled.is_finite])
+    failed = np.unique(row_of_sample[~is_finite])
     counts = counts.copy()
     counts[failed] = 0
     message = "the model's logits are not finite"
-    return counts, tuple(RowError(int(row), message) for row in batch.rows[failed])
+    errors = tuple(RowError(int(row), message) for row in batch.rows[failed])
+    return counts, values[:num_samples], errors
 
 
 def _kept(num_samples: Int32Array, counts: Int32Array) -> NDArray[np.bool_]:
@@ -232,3 +299,24 @@ def _kept(num_samples: Int32Array, counts: Int32Array) -> NDArray[np.bool_]:
     ranks = np.arange(int(num_samples.sum())) - np.repeat(ends - num_samples, num_samples)
     is_kept: NDArray[np.bool_] = ranks < np.repeat(counts, num_samples)
     return is_kept
+
+
+def _row_logprobs(launched: _Launched, counts: Int32Array) -> tuple[RowLogprobs, ...]:
+    """Log probabilities of every row that asked for any and has some in this step."""
+    if launched.logprobs is None and not launched.prompt_logprobs:
+        return ()
+    batch, wanted = launched.batch, launched.num_logprobs
+    columns = None if launched.logprobs is None else launched.logprobs.columns()
+    starts = np.cumsum(batch.num_samples) - batch.num_samples
+    rows = []
+    for i, row in enumerate(batch.rows.tolist()):
+        of_tokens: LogprobColumns | None = None
+        if columns is not None and wanted[i] >= 0 and counts[i]:
+            index = slice(int(starts[i]), int(starts[i] + counts[i]))
+            of_tokens = take(columns, index, int(wanted[i]))
+        of_prompt: LogprobColumns | None = None
+        if row in launched.prompt_logprobs:
+            of_prompt = join([piece.columns() for piece in launched.prompt_logprobs[row]])
+        if of_tokens is not None or of_prompt is not None:
+            rows.append(RowLogprobs(row, of_tokens, of_prompt))
+    return tuple(rows)

@@ -15,6 +15,7 @@ import torch
 from numpy.typing import NDArray
 
 from gpuworker.attention.interface import (
+    FLOAT8_TYPES,
     AttentionBackend,
     AttentionLayer,
     KvShape,
@@ -22,6 +23,7 @@ from gpuworker.attention.interface import (
     PreparedStep,
     StepShape,
     kv_slots,
+    narrowed,
 )
 
 TILE = 128
@@ -76,14 +78,18 @@ class _TorchStep(PreparedStep):
         self._device = device
         self._kv_shape = kv_shape
         self._group = num_heads // kv_shape.num_kv_heads
-        self._slots = self._tensor(kv_slots(shape.slot_mapping, kv_shape).reshape(-1))
+        self._pool_rows = self._tensor(kv_slots(shape.slot_mapping, kv_shape).reshape(-1))
         self._pieces_by_window: dict[int | None, list[_Piece]] = {}
+
+    @property
+    def slots(self) -> torch.Tensor:
+        return self._tensor(self._shape.padded_slots())
 
     def write(self, kv: LayerKv, key: torch.Tensor, value: torch.Tensor) -> None:
         num_tokens, head_dim = self._shape.num_tokens, self._kv_shape.head_dim
         for pool, new in ((kv.key, key), (kv.value, value)):
-            rows = new[:num_tokens].reshape(-1, head_dim).to(pool.dtype)
-            pool.view(-1, head_dim).index_copy_(0, self._slots, rows)
+            rows = narrowed(new[:num_tokens].reshape(-1, head_dim), pool.dtype)
+            _movable(pool).view(-1, head_dim).index_copy_(0, self._pool_rows, _movable(rows))
 
     def attend(self, query: torch.Tensor, kv: LayerKv, layer: AttentionLayer) -> torch.Tensor:
         pieces = self._pieces_by_window.get(layer.sliding_window)
@@ -135,7 +141,8 @@ class _TorchStep(PreparedStep):
     def _tiles(self, pool: torch.Tensor, piece: _Piece) -> torch.Tensor:
         """A copy of a piece's keys or values: [num_reqs, num_kv_heads, num_keys, head_dim]."""
         shape = self._kv_shape
-        rows = pool.view(-1, shape.block_size * shape.head_dim).index_select(0, piece.block_index)
+        blocks = _movable(pool).view(-1, shape.block_size * shape.head_dim)
+        rows = blocks.index_select(0, piece.block_index).view(pool.dtype)
         num_reqs = piece.is_unused.shape[0]
         return rows.float().view(num_reqs, shape.num_kv_heads, -1, shape.head_dim)
 
@@ -237,3 +244,8 @@ class _TorchStep(PreparedStep):
 
     def _tensor(self, values: NDArray[Any]) -> torch.Tensor:
         return torch.from_numpy(values).to(self._device)
+
+
+def _movable(values: torch.Tensor) -> torch.Tensor:
+    """The same memory in a type that torch gathers and scatters: it does not eight-bit floats."""
+    return values.view(torch.uint8) if values.dtype in FLOAT8_TYPES else values

@@ -7,10 +7,14 @@ queries they have. A backend prepares a step once (`prepare`) and then serves ev
 from dataclasses import dataclass
 from typing import Protocol
 
+import numpy as np
 import torch
 
 from gpuworker.core.input_batch import FlatBatch
 from gpuworker.core.plan import Int32Array, Int64Array
+
+NO_SLOT = -1
+FLOAT8_TYPES = (torch.float8_e4m3fn, torch.float8_e4m3fnuz)
 
 
 @dataclass(frozen=True, slots=True)
@@ -72,18 +76,44 @@ class StepShape:
     def num_tokens(self) -> int:
         return len(self.slot_mapping)
 
+    def padded_slots(self) -> Int32Array:
+        """The slot of each row, NO_SLOT for those past num_tokens: [num_padded_tokens]."""
+        slots = np.full(self.num_padded_tokens, NO_SLOT, dtype=np.int32)
+        slots[: self.num_tokens] = self.slot_mapping
+        return slots
+
 
 class PreparedStep(Protocol):
     """One step's attention, ready to run once per layer."""
 
+    @property
+    def has_fixed_layout(self) -> bool:
+        """Whether it lies where every step of its padded size does, with equally many launches.
+
+        What was recorded of such a step can be replayed for any other.
+        """
+        return False
+
+    @property
+    def slots(self) -> torch.Tensor:
+        """[num_padded_tokens] int32 on the device; NO_SLOT for rows past num_tokens."""
+
     def write(self, kv: LayerKv, key: torch.Tensor, value: torch.Tensor) -> None:
-        """Puts the step's keys and values in their slots.
+        """Puts the step's keys and values in their slots; what does not fit is clamped.
+
+        For devices where this is a pass of its own: fused kernels write by `slots`.
 
         Args:
             kv: the layer's pool, changed in place.
             key: [num_padded_tokens, num_kv_heads, head_dim].
             value: as key.
         """
+        block_size = kv.key.shape[2]
+        tokens = (self.slots >= 0).nonzero().squeeze(1)
+        slots = self.slots[tokens].long()
+        for pool, new in ((kv.key, key), (kv.value, value)):
+            rows = narrowed(new[tokens], pool.dtype)
+            pool[slots // block_size, :, slots % block_size] = rows
 
     def attend(self, query: torch.Tensor, kv: LayerKv, layer: AttentionLayer) -> torch.Tensor:
         """Attention of every query over its request's context, up to its own position.
@@ -104,6 +134,17 @@ class AttentionBackend(Protocol):
 
     def prepare(self, shape: StepShape) -> PreparedStep:
         """Makes the host-side work of a step once, for all layers."""
+
+
+def narrowed(values: torch.Tensor, dtype: torch.dtype) -> torch.Tensor:
+    """Keys or values in a pool's type.
+
+    What eight bits do not hold is clamped: the conversion alone would make NaN of it.
+    """
+    if dtype in FLOAT8_TYPES:
+        limit = torch.finfo(dtype).max
+        values = values.clamp(-limit, limit)
+    return values.to(dtype)
 
 
 def kv_slots(slot_mapping: Int64Array, shape: KvShape) -> Int64Array:

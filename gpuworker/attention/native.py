@@ -67,13 +67,18 @@ class NativeAttention(AttentionBackend):
     Args:
         shape: the pool of each layer.
         num_heads: query heads; a multiple of the KV heads.
-        dtype: of queries and pool.
+        dtype: of queries.
+        kv_dtype: of the pool.
 
     Raises:
         NativeUnavailableError: it cannot be built here, or has no code for such sizes or types.
     """
 
-    def __init__(self, shape: KvShape, num_heads: int, dtype: torch.dtype) -> None:
+    def __init__(
+        self, shape: KvShape, num_heads: int, dtype: torch.dtype, kv_dtype: torch.dtype
+    ) -> None:
+        if kv_dtype != dtype:
+            raise NativeUnavailableError(f"no code for keys and values in {kv_dtype}")
         if dtype not in _SUFFIXES or shape.block_size % TILE or shape.head_dim % TILE:
             raise NativeUnavailableError(
                 f"no code for {dtype}, block size {shape.block_size}, head size {shape.head_dim}"
@@ -91,7 +96,7 @@ class NativeAttention(AttentionBackend):
 class _NativeStep(PreparedStep):
     def __init__(self, shape: StepShape, backend: NativeAttention) -> None:
         self._backend = backend
-        self._num_tokens = shape.num_tokens
+        self._shape = shape
         kv_shape = backend.shape
         group = backend.num_heads // kv_shape.num_kv_heads
         max_queries = max(_MAX_PIECE_ROWS // group, 1)
@@ -117,6 +122,10 @@ class _NativeStep(PreparedStep):
             num_threads=torch.get_num_threads(),
         )
 
+    @property
+    def slots(self) -> torch.Tensor:
+        return torch.from_numpy(self._shape.padded_slots())
+
     def write(self, kv: LayerKv, key: torch.Tensor, value: torch.Tensor) -> None:
         key, value = _dense_heads(key), _dense_heads(value)
         layer = _Layer(key_stride=key.stride(0), value_stride=value.stride(0))
@@ -125,7 +134,7 @@ class _NativeStep(PreparedStep):
     def attend(self, query: torch.Tensor, kv: LayerKv, layer: AttentionLayer) -> torch.Tensor:
         query = _dense_heads(query)
         out = torch.empty(query.shape, dtype=query.dtype)
-        out[self._num_tokens :] = 0
+        out[self._shape.num_tokens :] = 0
         settings = _Layer(
             query_stride=query.stride(0),
             window=layer.sliding_window or 0,

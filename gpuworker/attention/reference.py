@@ -12,6 +12,7 @@ from gpuworker.attention.interface import (
     LayerKv,
     PreparedStep,
     StepShape,
+    narrowed,
 )
 
 
@@ -30,12 +31,16 @@ class _ReferenceStep(PreparedStep):
         self._shape = shape
         self._dtype = dtype
 
+    @property
+    def slots(self) -> torch.Tensor:
+        return torch.from_numpy(self._shape.padded_slots())
+
     def write(self, kv: LayerKv, key: torch.Tensor, value: torch.Tensor) -> None:
         block_size = kv.key.shape[2]
         for token, slot in enumerate(self._shape.slot_mapping.tolist()):
             block, offset = divmod(slot, block_size)
-            kv.key[block, :, offset] = key[token].to(kv.key.dtype)
-            kv.value[block, :, offset] = value[token].to(kv.value.dtype)
+            kv.key[block, :, offset] = narrowed(key[token], kv.key.dtype)
+            kv.value[block, :, offset] = narrowed(value[token], kv.value.dtype)
 
     def attend(self, query: torch.Tensor, kv: LayerKv, layer: AttentionLayer) -> torch.Tensor:
         out = torch.zeros_like(query)

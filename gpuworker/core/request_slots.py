@@ -6,27 +6,44 @@ or blocks.
 """
 
 from dataclasses import dataclass
+from typing import Any
 
 import numpy as np
 from numpy.typing import NDArray
 
 from gpuworker.core.bad_words import BadWords
-from gpuworker.core.plan import Float32Array, Int32Array, PlanError, RowRequest, SamplingSettings
+from gpuworker.core.plan import (
+    Float32Array,
+    Int32Array,
+    Int64Array,
+    PlanError,
+    RowRequest,
+    SamplingSettings,
+)
 
-UInt64Array = NDArray[np.uint64]
 BoolArray = NDArray[np.bool_]
 
 NOT_ASKED = -1  # in the logprob columns
 
-_FLOAT_COLUMNS = (
-    "temperature",
-    "top_p",
-    "min_p",
-    "repetition_penalty",
-    "presence_penalty",
-    "frequency_penalty",
+# Colder than this is greedy: dividing by it would leave only rounding.
+MIN_TEMPERATURE = 1e-5
+
+# What a sampler reads of a row, in two tables, so that two `take`s gather a step's settings.
+WORD_COLUMNS = (
+    "slot",  # the row itself
+    "temperature",  # float32, 0 where the likeliest token is taken
+    "repetition_penalty",  # float32
+    "presence_penalty",  # float32
+    "frequency_penalty",  # float32
+    "top_k",
+    "is_drawn",  # 0 where the likeliest token is taken
 )
-_INT_COLUMNS = ("top_k", "min_tokens")
+LONG_COLUMNS = (
+    "row",  # the row itself
+    "seed",  # the bits of an unsigned integer
+    "top_p",  # float64
+    "min_p",  # float64
+)
 
 
 @dataclass(frozen=True, slots=True)
@@ -50,23 +67,36 @@ class RequestSlots:
         self.max_num_seqs = max_num_seqs
         self._vocab_size = vocab_size
         self._eos_token_ids = eos_token_ids
+        self._order: Int32Array = np.arange(max_num_seqs, dtype=np.int32)
+        self._last_place: Int32Array = np.zeros(max_num_seqs, dtype=np.int32)
         self.is_occupied: BoolArray = np.zeros(max_num_seqs, dtype=np.bool_)
         self.request_ids: list[str] = [""] * max_num_seqs
-        self.temperature: Float32Array = np.ones(max_num_seqs, dtype=np.float32)
-        self.top_p: Float32Array = np.ones(max_num_seqs, dtype=np.float32)
-        self.min_p: Float32Array = np.zeros(max_num_seqs, dtype=np.float32)
-        self.repetition_penalty: Float32Array = np.ones(max_num_seqs, dtype=np.float32)
-        self.presence_penalty: Float32Array = np.zeros(max_num_seqs, dtype=np.float32)
-        self.frequency_penalty: Float32Array = np.zeros(max_num_seqs, dtype=np.float32)
-        self.top_k: Int32Array = np.zeros(max_num_seqs, dtype=np.int32)
+        # [len(WORD_COLUMNS), max_num_seqs] and [len(LONG_COLUMNS), max_num_seqs]; floats as bits.
+        self.words: Int32Array = np.zeros((len(WORD_COLUMNS), max_num_seqs), dtype=np.int32)
+        self.longs: Int64Array = np.zeros((len(LONG_COLUMNS), max_num_seqs), dtype=np.int64)
+        self.words[WORD_COLUMNS.index("slot")] = np.arange(max_num_seqs)
+        self.longs[LONG_COLUMNS.index("row")] = np.arange(max_num_seqs)
+        self.is_drawn: Int32Array = self._column("is_drawn", np.int32)
+        self.temperature: Float32Array = self._column("temperature", np.float32)
+        self.repetition_penalty: Float32Array = self._column("repetition_penalty", np.float32)
+        self.presence_penalty: Float32Array = self._column("presence_penalty", np.float32)
+        self.frequency_penalty: Float32Array = self._column("frequency_penalty", np.float32)
+        self.top_k: Int32Array = self._column("top_k", np.int32)
+        self.seed: NDArray[np.uint64] = self._column("seed", np.uint64)
+        self.top_p: NDArray[np.float64] = self._column("top_p", np.float64)
+        self.min_p: NDArray[np.float64] = self._column("min_p", np.float64)
         self.min_tokens: Int32Array = np.zeros(max_num_seqs, dtype=np.int32)
         self.num_logprobs: Int32Array = np.full(max_num_seqs, NOT_ASKED, dtype=np.int32)
         self.num_prompt_logprobs: Int32Array = np.full(max_num_seqs, NOT_ASKED, dtype=np.int32)
-        self.seed: UInt64Array = np.zeros(max_num_seqs, dtype=np.uint64)
         self.has_penalties: BoolArray = np.zeros(max_num_seqs, dtype=np.bool_)
         self.bias_by_row: dict[int, TokenBias] = {}
         self.stop_token_ids_by_row: dict[int, NDArray[np.int64]] = {}
         self.bad_words_by_row: dict[int, BadWords] = {}
+
+    @property
+    def looks_back(self) -> bool:
+        """Whether some request's next token depends on its tokens in other ways than by counts."""
+        return any(words.looks_back for words in self.bad_words_by_row.values())
 
     def free(self, rows: Int32Array) -> None:
         """Empties rows.
@@ -109,6 +139,24 @@ class RequestSlots:
         self.stop_token_ids_by_row.clear()
         self.bad_words_by_row.clear()
 
+    def check_range(self, rows: Int32Array, field: str) -> None:
+        """Checks that rows, of which there are some, are in range.
+
+        Raises:
+            PlanError: naming the field.
+        """
+        if rows.min() < 0 or rows.max() >= self.max_num_seqs:
+            raise PlanError(f"{field}: rows must be in [0, {self.max_num_seqs})")
+
+    def are_distinct(self, rows: Int32Array) -> bool:
+        """Whether no row appears twice; all are in range."""
+        if len(rows) > self.max_num_seqs:
+            return False
+        # The last of equal rows is what stays; cheaper than sorting or hashing them.
+        order = self._order[: len(rows)]
+        self._last_place[rows] = order
+        return bool((self._last_place[rows] == order).all())
+
     def check_occupied(self, rows: Int32Array, field: str) -> None:
         """Checks that rows are in range, distinct and occupied.
 
@@ -117,18 +165,33 @@ class RequestSlots:
         """
         if not len(rows):
             return
-        if rows.min() < 0 or rows.max() >= self.max_num_seqs:
-            raise PlanError(f"{field}: rows must be in [0, {self.max_num_seqs})")
-        if len(np.unique(rows)) != len(rows):
+        self.check_range(rows, field)
+        if not self.are_distinct(rows):
             raise PlanError(f"{field}: a row appears twice")
         occupied = self.is_occupied[rows]
         if not occupied.all():
             raise PlanError(f"{field}: row {int(rows[~occupied][0])} is empty")
 
+    def _column(self, name: str, dtype: type[np.generic]) -> NDArray[Any]:
+        """A column of one of the tables, in its own type; writing to it writes to the table."""
+        is_word = name in WORD_COLUMNS
+        names, table = (WORD_COLUMNS, self.words) if is_word else (LONG_COLUMNS, self.longs)
+        column: NDArray[Any] = table[names.index(name)].view(dtype)
+        return column
+
     def _set_columns(self, row: int, sampling: SamplingSettings) -> None:
-        for name in _FLOAT_COLUMNS + _INT_COLUMNS:
-            getattr(self, name)[row] = getattr(sampling, name)
+        is_drawn = sampling.temperature >= MIN_TEMPERATURE
+        self.is_drawn[row] = is_drawn
+        self.temperature[row] = sampling.temperature if is_drawn else 0.0
+        self.repetition_penalty[row] = sampling.repetition_penalty
+        self.presence_penalty[row] = sampling.presence_penalty
+        self.frequency_penalty[row] = sampling.frequency_penalty
+        self.top_k[row] = sampling.top_k
         self.seed[row] = sampling.seed
+        # Settings cross the wire as float32; a row that was placed otherwise draws the same.
+        self.top_p[row] = np.float32(sampling.top_p)
+        self.min_p[row] = np.float32(sampling.min_p)
+        self.min_tokens[row] = sampling.min_tokens
         self.num_logprobs[row] = _or_not_asked(sampling.num_logprobs)
         self.num_prompt_logprobs[row] = _or_not_asked(sampling.num_prompt_logprobs)
         self.has_penalties[row] = (

@@ -5,7 +5,7 @@ from functools import cache
 import torch
 import triton
 
-from gpuworker.attention.interface import LayerKv
+from gpuworker.attention.interface import FLOAT8_TYPES, LayerKv
 from gpuworker.kernels.device import layers, sampling
 from gpuworker.kernels.launch import HeldKernel
 from gpuworker.kernels.ops import (
@@ -19,11 +19,11 @@ from gpuworker.kernels.ops import (
     TokenPlaces,
     Verification,
 )
-from gpuworker.kernels.twins import EIGHT_BIT_TYPES
 
+# Elements of a gate that one program computes.
+GATE_BLOCK = 1024
 # Elements of a pass that one program holds; a vocabulary is walked in such blocks.
 _BLOCK = 4096
-_BLOCK_GATE = 1024
 _BLOCK_SEARCH = 512
 _HEADS_A_PROGRAM = 8
 
@@ -44,7 +44,7 @@ class TritonOps(Ops):
         num_tokens, size = gate_up.shape[0], gate_up.shape[1] // 2
         out = torch.empty((num_tokens, size), dtype=gate_up.dtype, device=gate_up.device)
         kernel = _gate_kernel(size, activation)
-        kernel((num_tokens, -(-size // _BLOCK_GATE), 1), out, gate_up)
+        kernel((num_tokens, -(-size // GATE_BLOCK), 1), out, gate_up)
         return out
 
     def rotate_and_write(
@@ -60,7 +60,7 @@ class TritonOps(Ops):
         num_heads = all_heads - 2 * num_kv_heads
         query = torch.empty((num_tokens, num_heads, head_dim), dtype=qkv.dtype, device=qkv.device)
         rotary_dim = 0 if rope is None else 2 * rope.cosines.shape[1]
-        limit = torch.finfo(kv.key.dtype).max if kv.key.dtype in EIGHT_BIT_TYPES else 0.0
+        limit = torch.finfo(kv.key.dtype).max if kv.key.dtype in FLOAT8_TYPES else 0.0
         shape = (num_heads, num_kv_heads, head_dim, rotary_dim, page)
         kernel = _rotate_kernel(shape, norms is not None, limit)
         # What the kernel does not read is any tensor of the right type.
@@ -76,7 +76,7 @@ class TritonOps(Ops):
             kv.value,
             qkv,
             places.positions,
-            places.slots,
+            places.attention.slots,
             query_norm,
             key_norm,
             cosines,
@@ -149,7 +149,7 @@ def _norm_kernel(size: int, has_update: bool) -> HeldKernel:
 
 @cache
 def _gate_kernel(size: int, activation: Activation) -> HeldKernel:
-    constants = {"SIZE": size, "BLOCK": _BLOCK_GATE, "IS_GELU": activation == "gelu_tanh"}
+    constants = {"SIZE": size, "BLOCK": GATE_BLOCK, "IS_GELU": activation == "gelu_tanh"}
     return HeldKernel(layers.gated_activation, constants, {"num_warps": 4})
 
 

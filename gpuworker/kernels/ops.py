@@ -1,7 +1,7 @@
 """What a decoder and a sampler do between matrix products, behind one interface.
 
-`twins.TorchOps` says in plain torch what is meant; `fused.TritonOps` does each in one pass on a
-GPU. A fused kernel is right when it equals its twin.
+`twins.TorchOps` does it in plain torch and is what a CPU runs; `fused.TritonOps` does each in one
+pass on a GPU. A fused kernel is right when it equals its twin.
 """
 
 from dataclasses import dataclass
@@ -9,21 +9,21 @@ from typing import Literal, Protocol
 
 import torch
 
-from gpuworker.attention.interface import LayerKv
+from gpuworker.attention.interface import LayerKv, PreparedStep
 
 Activation = Literal["silu", "gelu_tanh"]
 
 
 @dataclass(frozen=True, slots=True)
 class HeadNorms:
-    """Weights of the norms on queries and keys, each [head_dim], and their epsilon."""
+    """Weights of the norms on queries and keys, each [head_dim] float32, and their epsilon."""
 
     query: torch.Tensor
     key: torch.Tensor
     eps: float
 
 
-@dataclass(frozen=True, slots=True)
+@dataclass(frozen=True, slots=True, eq=False)
 class RopeTables:
     """Rotation by position: each [max_model_len, rotary_dim / 2] float32.
 
@@ -34,12 +34,33 @@ class RopeTables:
     sines: torch.Tensor
 
 
-@dataclass(frozen=True, slots=True)
 class TokenPlaces:
-    """Where a step's tokens stand: each [num_padded_tokens]; a negative slot is no slot."""
+    """Where a step's tokens stand, for all its layers.
 
-    positions: torch.Tensor  # int64
-    slots: torch.Tensor  # int32
+    Args:
+        positions: [num_padded_tokens] int64, in their requests.
+        attention: the prepared step, which knows their slots.
+    """
+
+    def __init__(self, positions: torch.Tensor, attention: PreparedStep) -> None:
+        self.positions = positions
+        self.attention = attention
+        self._rows: dict[RopeTables, tuple[torch.Tensor, torch.Tensor]] = {}
+
+    def rope_rows(self, rope: RopeTables, dtype: torch.dtype) -> tuple[torch.Tensor, torch.Tensor]:
+        """The tokens' cosines, halves repeated, and sines; gathered once for all layers.
+
+        Returns:
+            [num_padded_tokens, 1, rotary_dim] and [num_padded_tokens, 1, rotary_dim / 2].
+        """
+        rows = self._rows.get(rope)
+        if rows is None:
+            cosines, sines = (
+                table.index_select(0, self.positions).to(dtype).unsqueeze(1)
+                for table in (rope.cosines, rope.sines)
+            )
+            rows = self._rows[rope] = (torch.cat((cosines, cosines), -1), sines)
+        return rows
 
 
 @dataclass(frozen=True, slots=True)
@@ -109,7 +130,8 @@ class Ops(Protocol):
     ) -> torch.Tensor:
         """Adds update to residual, in place, and returns the sum's root-mean-square norm.
 
-        residual, update: [num_tokens, size]; weight: [size].
+        residual, update: [num_tokens, size]; weight: [size] float32. The norm is computed in
+        float32 and rounded once.
         """
 
     def gate(self, gate_up: torch.Tensor, activation: Activation) -> torch.Tensor:

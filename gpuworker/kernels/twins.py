@@ -1,7 +1,4 @@
-"""The passes between products in plain torch: what the fused kernels must equal.
-
-Truncation and noise are the CPU sampler's own.
-"""
+"""The passes between products in plain torch: what a CPU runs and the fused kernels must equal."""
 
 import torch
 from torch.nn import functional
@@ -18,10 +15,7 @@ from gpuworker.kernels.ops import (
     TokenPlaces,
     Verification,
 )
-from gpuworker.sampling.noise import gumbel
-from gpuworker.sampling.truncate import Truncation, thresholds
-
-EIGHT_BIT_TYPES = (torch.float8_e4m3fn, torch.float8_e4m3fnuz)
+from gpuworker.sampling.draw import draw
 
 
 class TorchOps(Ops):
@@ -32,15 +26,13 @@ class TorchOps(Ops):
     ) -> torch.Tensor:
         if update is not None:
             residual.add_(update)
-        wide = residual.float()
-        scale = (wide.square().mean(-1, keepdim=True) + eps).rsqrt()
-        return (wide * scale).to(residual.dtype) * weight
+        return _rms_norm(residual, weight, eps)
 
     def gate(self, gate_up: torch.Tensor, activation: Activation) -> torch.Tensor:
         gate, up = gate_up.chunk(2, dim=-1)
         if activation == "silu":
-            return functional.silu(gate.float()).to(gate.dtype) * up
-        return functional.gelu(gate.float(), approximate="tanh").to(gate.dtype) * up
+            return functional.silu(gate).mul_(up)
+        return functional.gelu(gate, approximate="tanh").mul_(up)
 
     def rotate_and_write(
         self,
@@ -50,26 +42,19 @@ class TorchOps(Ops):
         norms: HeadNorms | None,
         rope: RopeTables | None,
     ) -> torch.Tensor:
-        num_kv_heads, page = kv.key.shape[1], kv.key.shape[2]
-        num_heads = qkv.shape[1] - 2 * num_kv_heads
-        counts = [num_heads, num_kv_heads, num_kv_heads]
-        query, key, value = torch.split(qkv.float(), counts, dim=1)
+        num_kv_heads = kv.key.shape[1]
+        num_turned = qkv.shape[1] - num_kv_heads
+        num_heads = num_turned - num_kv_heads
+        # Queries and keys lie next to each other: one rotation serves both.
+        heads, value = qkv[:, :num_turned], qkv[:, num_turned:]
         if norms is not None:
-            query = _head_norm(query, norms.query, norms.eps)
-            key = _head_norm(key, norms.key, norms.eps)
+            query = _rms_norm(heads[:, :num_heads], norms.query, norms.eps)
+            key = _rms_norm(heads[:, num_heads:], norms.key, norms.eps)
+            heads = torch.cat((query, key), dim=1)
         if rope is not None:
-            query = _rotate(query, places.positions, rope)
-            key = _rotate(key, places.positions, rope)
-        written = (places.slots >= 0).nonzero().squeeze(1)
-        slots = places.slots[written].long()
-        for pool, new in ((kv.key, key), (kv.value, value)):
-            heads = new[written]
-            if pool.dtype in EIGHT_BIT_TYPES:
-                limit = torch.finfo(pool.dtype).max
-                heads = heads.clamp(-limit, limit)
-            pool[slots // page, :, slots % page] = heads.to(pool.dtype)
-        queries: torch.Tensor = query.to(qkv.dtype)
-        return queries
+            heads = _rotate(heads, *places.rope_rows(rope, heads.dtype))
+        places.attention.write(kv, heads[:, num_heads:], value)
+        return heads[:, :num_heads]
 
     def edit_logits(self, logits: torch.Tensor, edits: LogitEdits) -> None:
         used = (edits.rows >= 0).nonzero().squeeze(1)
@@ -78,34 +63,17 @@ class TorchOps(Ops):
 
     def adjust_logits(self, logits: torch.Tensor, adjustments: Adjustments) -> None:
         a = adjustments
-        vocab_size = logits.shape[1]
-        slots = a.slots.long()
-        counts = a.output_counts[slots].float()
-        for i, (start, count) in enumerate(
-            zip(a.draft_starts.tolist(), a.draft_counts.tolist(), strict=True)
-        ):
-            drafts = a.drafts[start : start + count].long()
-            counts[i].index_add_(0, drafts, torch.ones_like(counts[i, :count]))
-        is_seen = _bits(a.prompt_bits[slots], vocab_size) | (counts > 0)
-        repetition = a.repetition[:, None]
-        penalized = torch.where(logits > 0, logits / repetition, logits * repetition)
-        values = torch.where(is_seen, penalized, logits)
-        loss = a.presence[:, None] + a.frequency[:, None] * counts
-        values = torch.where(counts > 0, values - loss, values)
+        is_penalized = (a.repetition != 1) | (a.presence != 0) | (a.frequency != 0)
+        for i in is_penalized.nonzero().squeeze(1).tolist():
+            _penalize(logits[i], a, i)
         constrained = (a.grammar_rows >= 0).nonzero().squeeze(1)
-        allowed = _bits(a.grammar_bits[a.grammar_rows[constrained].long()], vocab_size)
-        values[constrained] = values[constrained].masked_fill(~allowed, -torch.inf)
-        heat = torch.where(a.temperature > 0, a.temperature, 1.0)
-        logits.copy_(values / heat[:, None])
+        if len(constrained):
+            allowed = _bits(a.grammar_bits[a.grammar_rows[constrained].long()], logits.shape[1])
+            logits[constrained] = logits[constrained].masked_fill(~allowed, -torch.inf)
+        logits.div_(torch.where(a.temperature > 0, a.temperature, 1.0)[:, None])
 
     def sample(self, scaled: torch.Tensor, draws: Draws) -> torch.Tensor:
-        truncation = Truncation(draws.top_p, draws.top_k.long(), draws.min_p)
-        floor, _ = thresholds(scaled, scaled.sort(descending=True).values, truncation)
-        every = torch.arange(scaled.shape[1], device=scaled.device)[None]
-        scores = gumbel(draws.seeds, draws.positions, every).add_(scaled)
-        scores.masked_fill_(scaled < floor[:, None], -torch.inf)
-        drawn = torch.where(draws.is_drawn != 0, scores.argmax(-1), scaled.argmax(-1))
-        return drawn.int()
+        return draw(scaled, draws).int()
 
     def accept(self, token_ids: torch.Tensor, verification: Verification) -> torch.Tensor:
         v = verification
@@ -119,18 +87,42 @@ class TorchOps(Ops):
         return torch.tensor(kept, dtype=torch.int32, device=token_ids.device)
 
 
-def _head_norm(heads: torch.Tensor, weight: torch.Tensor, eps: float) -> torch.Tensor:
-    scale = (heads.square().mean(-1, keepdim=True) + eps).rsqrt()
-    return heads * scale * weight.float()
+def _penalize(logits: torch.Tensor, a: Adjustments, i: int) -> None:
+    """Penalties of the i-th sample; logits is its [vocab_size]."""
+    slot, start = int(a.slots[i]), int(a.draft_starts[i])
+    counts = a.output_counts[slot].float()
+    drafts = a.drafts[start : start + int(a.draft_counts[i])].long()
+    drafts = drafts[drafts >= 0]
+    counts.index_add_(0, drafts, torch.ones(len(drafts), device=counts.device))
+    is_seen = _bits(a.prompt_bits[slot][None], len(logits))[0] | (counts > 0)
+    penalized = torch.where(logits > 0, logits / a.repetition[i], logits * a.repetition[i])
+    values = torch.where(is_seen, penalized, logits)
+    loss = a.presence[i] + a.frequency[i] * counts
+    logits.copy_(torch.where(counts > 0, values - loss, values))
 
 
-def _rotate(heads: torch.Tensor, positions: torch.Tensor, rope: RopeTables) -> torch.Tensor:
-    half = rope.cosines.shape[1]
-    cosine, sine = rope.cosines[positions][:, None], rope.sines[positions][:, None]
-    sizes = [half, half, heads.shape[-1] - 2 * half]
-    first, second, rest = torch.split(heads, sizes, dim=-1)
-    turned = (first * cosine - second * sine, second * cosine + first * sine)
-    return torch.cat((*turned, rest), dim=-1)
+def _rms_norm(x: torch.Tensor, weight: torch.Tensor, eps: float) -> torch.Tensor:
+    wide = x.float()
+    scale = wide.square().mean(-1, keepdim=True).add_(eps).rsqrt_()
+    return (wide * scale).mul_(weight).to(x.dtype)
+
+
+def _rotate(heads: torch.Tensor, cosines: torch.Tensor, sines: torch.Tensor) -> torch.Tensor:
+    """A rotated copy of heads, [num_tokens, num_heads, head_dim]; see TokenPlaces.rope_rows."""
+    rotary_dim = cosines.shape[-1]
+    if rotary_dim == heads.shape[-1]:
+        return _turn(heads, cosines, sines)
+    turned = _turn(heads[..., :rotary_dim], cosines, sines)
+    return torch.cat((turned, heads[..., rotary_dim:]), dim=-1)
+
+
+def _turn(heads: torch.Tensor, cosines: torch.Tensor, sines: torch.Tensor) -> torch.Tensor:
+    half = sines.shape[-1]
+    first, second = heads[..., :half], heads[..., half:]
+    turned = heads * cosines
+    turned[..., :half].addcmul_(second, sines, value=-1)
+    turned[..., half:].addcmul_(first, sines)
+    return turned
 
 
 def _bits(words: torch.Tensor, num_bits: int) -> torch.Tensor:

@@ -1,6 +1,7 @@
 """The one decoder: embedding, layers of attention and gated MLP, a head.
 
 It runs the flat mixed batch of a step in one pass and knows neither requests nor the schedule.
+What lies between matrix products and attention is `gpuworker.kernels.ops`, for the device at hand.
 """
 
 from collections.abc import Sequence
@@ -10,23 +11,23 @@ import torch
 from torch.nn import functional
 
 from gpuworker.attention.interface import AttentionLayer, LayerKv, PreparedStep
-from gpuworker.models.config import LayerConfig, ModelConfig, Rope
-from gpuworker.models.linear import Linear
+from gpuworker.kernels.ops import HeadNorms, Ops, RopeTables, TokenPlaces
+from gpuworker.models.config import ModelConfig
+from gpuworker.models.linear import Added, Linear
 from gpuworker.models.mlp import Mlp
-from gpuworker.models.rope import RopeStep, RopeTable
+from gpuworker.models.rope import rope_tables
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class LayerWeights:
-    """Weights of a layer; norms are float32, [hidden_size] or, on queries and keys, [head_dim].
+    """Weights of a layer; norms are float32, [hidden_size].
 
     qkv: query, key and value rows in this order.
     """
 
     input_norm: torch.Tensor
     qkv: Linear
-    query_norm: torch.Tensor | None
-    key_norm: torch.Tensor | None
+    head_norms: HeadNorms | None
     attention_output: Linear
     post_attention_norm: torch.Tensor | None
     mlp_norm: torch.Tensor
@@ -50,21 +51,18 @@ class Decoder:
     Args:
         config: what it is made of.
         weights: in the type the model computes in, on its device.
+        ops: of that device.
     """
 
-    def __init__(self, config: ModelConfig, weights: ModelWeights) -> None:
+    def __init__(self, config: ModelConfig, weights: ModelWeights, ops: Ops) -> None:
         self.config = config
         self._weights = weights
+        self._ops = ops
         self.device = weights.embedding.device
         self.dtype = weights.embedding.dtype
-        distinct = {layer.rope for layer in config.layers if layer.rope is not None}
-        self._rope_tables = {
-            rope: RopeTable(rope, config.max_model_len, self.device) for rope in distinct
-        }
-        self._attention_layers = [
-            AttentionLayer(config.attention.scale, layer.sliding_window, config.attention.soft_cap)
-            for layer in config.layers
-        ]
+        # As the embedding's type has it.
+        self._embedding_scale = torch.tensor(config.embedding_scale, dtype=self.dtype).item()
+        self._layers = self._with_kinds(weights.layers)
 
     def forward(
         self,
@@ -73,7 +71,7 @@ class Decoder:
         kv: Sequence[LayerKv],
         attention: PreparedStep,
     ) -> torch.Tensor:
-        """Hidden states of every token, before the final norm; keys and values go to `kv`.
+        """Hidden states of every token, after the final norm; keys and values go to `kv`.
 
         Args:
             token_ids: [num_padded_tokens].
@@ -84,74 +82,83 @@ class Decoder:
         Returns:
             [num_padded_tokens, hidden_size].
         """
-        hidden = functional.embedding(token_ids, self._weights.embedding)
-        if self.config.embedding_scale != 1.0:
-            hidden = hidden * torch.tensor(self.config.embedding_scale, dtype=self.dtype)
-        ropes = {rope: table.at(positions, self.dtype) for rope, table in self._rope_tables.items()}
-        for i, layer in enumerate(self._weights.layers):
-            config = self.config.layers[i]
-            attended = self._attend(layer, hidden, config, _Context(ropes, kv[i], attention, i))
-            hidden = self._join(hidden, attended, layer.attention_output, layer.post_attention_norm)
-            normed = self._norm(hidden, layer.mlp_norm)
-            hidden = self._join(hidden, normed, layer.mlp, layer.post_mlp_norm)
-        return hidden
+        residual = functional.embedding(token_ids, self._weights.embedding)
+        if self._embedding_scale != 1.0:
+            residual = residual.mul_(self._embedding_scale)
+        places = TokenPlaces(positions, attention)
+        update = None
+        for layer, layer_kv in zip(self._layers, kv, strict=True):
+            weights = layer.weights
+            normed = self._norm(residual, update, weights.input_norm)
+            attended = self._attend(layer, normed, layer_kv, places)
+            residual, update = self._add(
+                residual, attended, weights.attention_output, weights.post_attention_norm
+            )
+            normed = self._norm(residual, update, weights.mlp_norm)
+            residual, update = self._add(residual, normed, weights.mlp, weights.post_mlp_norm)
+        return self._norm(residual, update, self._weights.final_norm)
 
     def logits(self, hidden: torch.Tensor) -> torch.Tensor:
         """Scores of the next token, float32 [num_rows, vocab_size], of rows of hidden states."""
-        logits = self._weights.head(self._norm(hidden, self._weights.final_norm)).float()
+        logits = self._weights.head(hidden).float()
         cap = self.config.final_soft_cap
         if cap is not None:
             logits = logits.div_(cap).tanh_().mul_(cap)
         return logits
 
     def _attend(
-        self, layer: LayerWeights, hidden: torch.Tensor, config: LayerConfig, context: "_Context"
+        self, layer: "_Layer", normed: torch.Tensor, kv: LayerKv, places: TokenPlaces
     ) -> torch.Tensor:
         """Attention without its output product: [num_tokens, num_heads * head_dim]."""
         shape = self.config.attention
-        qkv = layer.qkv(self._norm(hidden, layer.input_norm)).view(
+        qkv = layer.weights.qkv(normed).view(
             -1, shape.num_heads + 2 * shape.num_kv_heads, shape.head_dim
         )
-        # Queries and keys lie next to each other: one rotation serves both.
-        num_turned = shape.num_heads + shape.num_kv_heads
-        heads, value = qkv[:, :num_turned], qkv[:, num_turned:]
-        if layer.query_norm is not None and layer.key_norm is not None:
-            query = self._norm(heads[:, : shape.num_heads], layer.query_norm)
-            key = self._norm(heads[:, shape.num_heads :], layer.key_norm)
-            heads = torch.cat((query, key), dim=1)
-        if config.rope is not None:
-            heads = context.ropes[config.rope].rotate(heads)
-        query, key = heads[:, : shape.num_heads], heads[:, shape.num_heads :]
-        context.attention.write(context.kv, key, value)
-        attended = context.attention.attend(
-            query, context.kv, self._attention_layers[context.layer_index]
-        )
+        query = self._ops.rotate_and_write(qkv, kv, places, layer.weights.head_norms, layer.rope)
+        attended = places.attention.attend(query, kv, layer.attention)
         return attended.reshape(-1, shape.num_heads * shape.head_dim)
 
-    def _join(
+    def _add(
         self,
-        hidden: torch.Tensor,
+        residual: torch.Tensor,
         x: torch.Tensor,
         output: Linear | Mlp,
         norm: torch.Tensor | None,
-    ) -> torch.Tensor:
-        """Adds a block's output to the residual stream."""
+    ) -> Added:
+        """The residual stream and a block's output, normed where the model says so."""
         if norm is None:
-            return output.add_to(hidden, x)
-        return hidden + self._norm(output(x), norm)
+            return output.add_to(residual, x)
+        return residual, self._norm(output(x), None, norm)
 
-    def _norm(self, x: torch.Tensor, weight: torch.Tensor) -> torch.Tensor:
-        """Root-mean-square norm over the last dimension, in float32; weight is float32."""
-        wide = x.float()
-        scale = wide.square().mean(-1, keepdim=True).add_(self.config.norm_eps).rsqrt_()
-        return (wide * scale).mul_(weight).to(x.dtype)
+    def _norm(
+        self, residual: torch.Tensor, update: torch.Tensor | None, weight: torch.Tensor
+    ) -> torch.Tensor:
+        return self._ops.add_rms_norm(residual, update, weight, self.config.norm_eps)
+
+    def _with_kinds(self, layers: Sequence[LayerWeights]) -> list["_Layer"]:
+        """Weights of layers with what the configuration says of each."""
+        config = self.config
+        ropes = {
+            rope: rope_tables(rope, config.max_model_len, self.device)
+            for rope in {layer.rope for layer in config.layers}
+            if rope is not None
+        }
+        return [
+            _Layer(
+                weights,
+                AttentionLayer(
+                    config.attention.scale, layer.sliding_window, config.attention.soft_cap
+                ),
+                None if layer.rope is None else ropes[layer.rope],
+            )
+            for weights, layer in zip(layers, config.layers, strict=True)
+        ]
 
 
 @dataclass(frozen=True, slots=True)
-class _Context:
-    """What a layer's attention needs of the step."""
+class _Layer:
+    """A layer's weights, and what kind of layer it is."""
 
-    ropes: dict[Rope, RopeStep]
-    kv: LayerKv
-    attention: PreparedStep
-    layer_index: int
+    weights: LayerWeights
+    attention: AttentionLayer
+    rope: RopeTables | None

@@ -11,7 +11,7 @@ from typing import Protocol
 import torch
 from torch.nn import functional
 
-from gpuworker.models.linear import Linear, padded_rows
+from gpuworker.models.linear import Added, Linear, padded_rows
 from gpuworker.models.mlp import Mlp
 
 # Compute capabilities for which torch has a kernel, in bfloat16; elsewhere it asks the device for
@@ -62,8 +62,8 @@ class MixtureMlp(Mlp):
             weights = weights / weights.sum(-1, keepdim=True)
         return self._experts(x, weights.to(x.dtype), chosen)
 
-    def add_to(self, residual: torch.Tensor, x: torch.Tensor) -> torch.Tensor:
-        return residual + self(x)
+    def add_to(self, residual: torch.Tensor, x: torch.Tensor) -> Added:
+        return residual, self(x)
 
 
 class ListedExperts(Experts):

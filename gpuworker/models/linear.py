@@ -17,6 +17,9 @@ MIN_ROWS = 2
 # are named: to have torch choose one costs as much as a small product's other overhead, 13 us.
 _onednn = torch.ops.mkldnn
 
+Added = tuple[torch.Tensor, torch.Tensor | None]
+"""A residual stream, and what is still to be added to it if anything is."""
+
 
 class Linear(Protocol):
     """y = x w^T + b."""
@@ -24,8 +27,11 @@ class Linear(Protocol):
     def __call__(self, x: torch.Tensor) -> torch.Tensor:
         """x is [num_tokens, in_features]; returns [num_tokens, out_features]."""
 
-    def add_to(self, residual: torch.Tensor, x: torch.Tensor) -> torch.Tensor:
-        """residual + self(x), in one pass where the device can; neither is changed."""
+    def add_to(self, residual: torch.Tensor, x: torch.Tensor) -> Added:
+        """residual + self(x) where the product can add, else both: the next norm adds then.
+
+        Neither argument is changed.
+        """
 
 
 def make_linear(weight: torch.Tensor, bias: torch.Tensor | None) -> Linear:
@@ -51,8 +57,8 @@ class _PlainLinear(Linear):
     def __call__(self, x: torch.Tensor) -> torch.Tensor:
         return functional.linear(x, self._weight, self._bias)
 
-    def add_to(self, residual: torch.Tensor, x: torch.Tensor) -> torch.Tensor:
-        return residual + self(x)
+    def add_to(self, residual: torch.Tensor, x: torch.Tensor) -> Added:
+        return residual, self(x)
 
 
 class _PackedLinear(Linear):
@@ -66,11 +72,11 @@ class _PackedLinear(Linear):
         )
         return result
 
-    def add_to(self, residual: torch.Tensor, x: torch.Tensor) -> torch.Tensor:
+    def add_to(self, residual: torch.Tensor, x: torch.Tensor) -> Added:
         result: torch.Tensor = _onednn._linear_pointwise.binary(  # noqa: SLF001
             x, residual, self._weight, self._bias, "add"
         )
-        return result
+        return result, None
 
 
 def padded_rows(num_rows: int) -> int:

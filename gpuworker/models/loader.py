@@ -9,7 +9,9 @@ from functools import partial
 
 import torch
 
-from gpuworker.models.config import ExpertsConfig, ModelConfig
+from gpuworker.kernels.choice import ops_for
+from gpuworker.kernels.ops import HeadNorms, Ops
+from gpuworker.models.config import AttentionConfig, ExpertsConfig, ModelConfig
 from gpuworker.models.decoder import Decoder, LayerWeights, ModelWeights
 from gpuworker.models.errors import WeightError
 from gpuworker.models.experts import (
@@ -19,7 +21,7 @@ from gpuworker.models.experts import (
     has_grouped_product,
 )
 from gpuworker.models.linear import Linear, make_linear
-from gpuworker.models.mlp import GatedMlp, Mlp, gated
+from gpuworker.models.mlp import GatedMlp, Mlp
 from gpuworker.models.source import WeightSource
 
 Progress = Callable[[int, int], None]
@@ -30,7 +32,11 @@ _REDUNDANT_SUFFIXES = ("rotary_emb.inv_freq", "self_attn.bias", "self_attn.maske
 
 
 def load_decoder(
-    source: WeightSource, device: torch.device, dtype: torch.dtype, progress: Progress
+    source: WeightSource,
+    device: torch.device,
+    dtype: torch.dtype,
+    progress: Progress,
+    ops: Ops | None = None,
 ) -> Decoder:
     """Reads a whole model.
 
@@ -39,24 +45,30 @@ def load_decoder(
         device: where to.
         dtype: what the model computes in.
         progress: told after each tensor.
+        ops: what runs between products; the device's own by default.
 
     Raises:
         WeightError: naming the tensor that is missing, has another shape or is not understood.
     """
-    loader = _Loader(source, device, dtype, progress)
+    ops = ops or ops_for(device)
+    loader = _Loader(source, (device, dtype), progress, ops)
     weights = loader.model()
     loader.refuse_leftovers()
-    return Decoder(source.config, weights)
+    return Decoder(source.config, weights, ops)
 
 
 class _Loader:
     def __init__(
-        self, source: WeightSource, device: torch.device, dtype: torch.dtype, progress: Progress
+        self,
+        source: WeightSource,
+        place: tuple[torch.device, torch.dtype],
+        progress: Progress,
+        ops: Ops,
     ) -> None:
         self._source = source
-        self._device = device
-        self._dtype = dtype
+        self._device, self._dtype = place
         self._progress = progress
+        self._ops = ops
         self._names = source.names()
         self._read: set[str] = set()
 
@@ -95,7 +107,6 @@ class _Loader:
         before_mlp, after_attention = "post_attention_layernorm", None
         if config.has_post_norms:
             before_mlp, after_attention = "pre_feedforward_layernorm", "post_attention_layernorm"
-        head_norm = attention.head_dim if attention.has_qk_norm else None
         return LayerWeights(
             input_norm=self._norm(f"{layer}.input_layernorm", hidden),
             qkv=self._fused(
@@ -105,8 +116,7 @@ class _Loader:
                 hidden,
                 attention.qkv_bias,
             ),
-            query_norm=self._optional_norm(f"{layer}.self_attn.q_norm", head_norm),
-            key_norm=self._optional_norm(f"{layer}.self_attn.k_norm", head_norm),
+            head_norms=self._head_norms(f"{layer}.self_attn", attention),
             attention_output=self._linear(
                 f"{layer}.self_attn.o_proj", (hidden, query_rows), attention.output_bias
             ),
@@ -160,7 +170,7 @@ class _Loader:
         return GroupedExperts(
             gate_up,
             down,
-            partial(gated, activation=config.activation),
+            partial(self._ops.gate, activation=config.activation),
             is_grouped_in_graphs=has_grouped_product(self._device, self._dtype),
         )
 
@@ -174,6 +184,7 @@ class _Loader:
             self._fused(prefix, {gate: size, up: size}, "gate_up_proj", hidden, config.mlp_bias),
             self._linear(f"{prefix}.{down}", (hidden, size), config.mlp_bias),
             config.activation,
+            self._ops,
         )
 
     def _fused(
@@ -199,6 +210,14 @@ class _Loader:
     def _norm(self, name: str, size: int) -> torch.Tensor:
         weight = self._tensor(f"{name}.weight", (size,), torch.float32)
         return weight + self._source.config.norm_offset
+
+    def _head_norms(self, prefix: str, attention: AttentionConfig) -> HeadNorms | None:
+        if not attention.has_qk_norm:
+            return None
+        query, key = (
+            self._norm(f"{prefix}.{name}", attention.head_dim) for name in ("q_norm", "k_norm")
+        )
+        return HeadNorms(query, key, self._source.config.norm_eps)
 
     def _optional_norm(self, name: str, size: int | None) -> torch.Tensor | None:
         return None if size is None else self._norm(name, size)

@@ -1,52 +1,22 @@
-"""Rotary position embedding: tables made once, applied in three operations."""
+"""Rotary position embedding: the tables of each kind, made once."""
 
 import math
 
 import torch
 
+from gpuworker.kernels.ops import RopeTables
 from gpuworker.models.config import Rope, RopeScaling
 
 
-class RopeTable:
-    """Cosines and sines of every position, [max_model_len, rotary_dim], halves repeated."""
-
-    def __init__(self, rope: Rope, max_model_len: int, device: torch.device) -> None:
-        frequencies = _inverse_frequencies(rope, max_model_len)
-        positions = torch.arange(max_model_len, dtype=torch.float32) / rope.linear_factor
-        angles = torch.outer(positions, frequencies)
-        self._rotary_dim = rope.rotary_dim
-        self._cos = (torch.cat((angles, angles), -1).cos() * rope.attention_factor).to(device)
-        self._sin = (angles.sin() * rope.attention_factor).to(device)
-
-    def at(self, positions: torch.Tensor, dtype: torch.dtype) -> "RopeStep":
-        """The rows that a step needs; positions is [num_tokens]."""
-        cos = self._cos.index_select(0, positions).to(dtype).unsqueeze(1)
-        sin = self._sin.index_select(0, positions).to(dtype).unsqueeze(1)
-        return RopeStep(cos, sin, self._rotary_dim)
-
-
-class RopeStep:
-    """Rotation of one step's heads, shared by all layers of one kind."""
-
-    def __init__(self, cos: torch.Tensor, sin: torch.Tensor, rotary_dim: int) -> None:
-        self._cos = cos  # [num_tokens, 1, rotary_dim]
-        self._sin = sin  # [num_tokens, 1, rotary_dim / 2]
-        self._rotary_dim = rotary_dim
-
-    def rotate(self, heads: torch.Tensor) -> torch.Tensor:
-        """A rotated copy of heads, [num_tokens, num_heads, head_dim] (first half with second)."""
-        if self._rotary_dim == heads.shape[-1]:
-            return self._turn(heads)
-        turned = self._turn(heads[..., : self._rotary_dim])
-        return torch.cat((turned, heads[..., self._rotary_dim :]), dim=-1)
-
-    def _turn(self, heads: torch.Tensor) -> torch.Tensor:
-        half = self._rotary_dim // 2
-        first, second = heads[..., :half], heads[..., half:]
-        turned = heads * self._cos
-        turned[..., :half].addcmul_(second, self._sin, value=-1)
-        turned[..., half:].addcmul_(first, self._sin)
-        return turned
+def rope_tables(rope: Rope, max_model_len: int, device: torch.device) -> RopeTables:
+    """Cosines and sines of every position."""
+    frequencies = _inverse_frequencies(rope, max_model_len)
+    positions = torch.arange(max_model_len, dtype=torch.float32) / rope.linear_factor
+    angles = torch.outer(positions, frequencies)
+    return RopeTables(
+        (angles.cos() * rope.attention_factor).to(device),
+        (angles.sin() * rope.attention_factor).to(device),
+    )
 
 
 def _inverse_frequencies(rope: Rope, max_model_len: int) -> torch.Tensor:

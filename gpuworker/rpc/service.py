@@ -1,23 +1,26 @@
 """The GpuWorker service: plans in, results out, one stream at a time.
 
 The model runs on its own thread, so that health checks, keepalive and the next plan are served
-during a long step. Steps are executed in the order they came; the stream's reader hands them over
-as they arrive, its writer answers as they finish.
+during a long step. Steps are started in the order they came, the next one while the device is at
+work on the last; the stream's reader hands them over as they arrive, its writer answers as they
+finish.
 """
 
 import asyncio
 import logging
 import uuid
 from collections.abc import AsyncIterator, Callable
-from concurrent.futures import ThreadPoolExecutor
+from concurrent.futures import Future, ThreadPoolExecutor
 from dataclasses import dataclass, field
 from functools import partial
-from typing import Any
+from typing import Any, TypeVar
 
 import grpc.aio
+from opentelemetry.trace import Span
 
 from gpuworker.core.plan import PlanError, StepPlan, StepResult
 from gpuworker.engine import Engine
+from gpuworker.pipeline import StepPipeline
 from gpuworker.rpc import wire
 from headrace.service import telemetry
 from headrace.service.errors import (
@@ -36,6 +39,8 @@ FULL_NAME = "headrace.v1.GpuWorker"
 # Plans taken ahead of the one that runs; a scheduler sends one or two.
 _MAX_PLANS_AHEAD = 8
 _LOADING_RETRY_S = 1.0
+
+T = TypeVar("T")
 
 _ROLES = {
     "mixed": common_pb2.WORKER_ROLE_MIXED,
@@ -87,6 +92,7 @@ class GpuWorkerService(gpuworker_pb2_grpc.GpuWorkerServicer):
     def __init__(self, identity: Identity, model_thread: ThreadPoolExecutor) -> None:
         self._identity = identity
         self._model_thread = model_thread
+        self._pipeline = StepPipeline(model_thread)
         self._engine: Engine | None = None
         self._is_draining = False
         self._stream: _Stream | None = None
@@ -147,6 +153,7 @@ class GpuWorkerService(gpuworker_pb2_grpc.GpuWorkerServicer):
                 dtype=engine.dtype,
                 max_num_batched_tokens=limits.max_num_batched_tokens,
                 num_spec_tokens=engine.runner.num_spec_tokens,
+                pipeline_depth=engine.pipeline_depth,
             )
         )
 
@@ -213,30 +220,32 @@ class GpuWorkerService(gpuworker_pb2_grpc.GpuWorkerServicer):
     ) -> None:
         """Hands plans to the model's thread as they arrive."""
         try:
-            self._start(stream, engine.runner.reset)
+            self._run_on_model_thread(partial(_if_current, stream, engine.runner.reset))
             async for message in plans:
                 await stream.room.acquire()
                 plan = wire.step_plan(message)
-                future = self._start(stream, partial(_execute, engine, plan))
-                stream.results.put_nowait(future)
+                stream.results.put_nowait(self._step(engine, stream, plan))
             stream.results.put_nowait(None)
         except ServiceError as error:
             stream.results.put_nowait(error)
 
-    def _start(self, stream: _Stream, work: Callable[[], Any]) -> "asyncio.Future[Any]":
-        """Queues work of a stream for the model's thread; dropped if the stream is over by then."""
-
-        def run() -> Any:
-            if not stream.is_current:
-                raise _StaleStreamError
-            return work()
-
-        return self._run_on_model_thread(run)
+    def _step(
+        self, engine: Engine, stream: _Stream, plan: StepPlan
+    ) -> "asyncio.Future[StepResult]":
+        """Has a stream's plan run; dropped if the stream is over by then."""
+        launch = partial(_if_current, stream, partial(engine.runner.launch, plan))
+        step = self._pipeline.submit(launch, lambda pending: _if_current(stream, pending.finish))
+        if plan.traceparent:
+            step.add_done_callback(partial(_end_span, _begin_span(plan)))
+        return self._noted(asyncio.wrap_future(step))
 
     def _run_on_model_thread(self, work: Callable[[], Any]) -> "asyncio.Future[Any]":
+        return self._noted(asyncio.get_running_loop().run_in_executor(self._model_thread, work))
+
+    def _noted(self, future: "asyncio.Future[T]") -> "asyncio.Future[T]":
+        """Counts work until it is done."""
         self._num_queued += 1
         self._is_idle.clear()
-        future = asyncio.get_running_loop().run_in_executor(self._model_thread, work)
         future.add_done_callback(self._note_done)
         return future
 
@@ -271,14 +280,24 @@ class _StaleStreamError(Exception):
     """A step whose stream ended before its turn came."""
 
 
-def _execute(engine: Engine, plan: StepPlan) -> StepResult:
-    """Runs a step on the model's thread, in a span when the plan is traced."""
-    if not plan.traceparent:
-        return engine.runner.execute(plan)
+def _if_current(stream: _Stream, work: Callable[[], T]) -> T:
+    """Work on the model's thread for a stream, unless that is over."""
+    if not stream.is_current:
+        raise _StaleStreamError
+    return work()
+
+
+def _begin_span(plan: StepPlan) -> Span:
+    """A traced step, from when its plan came to its result."""
     attributes = {
         "headrace.step_id": plan.step_id,
         "headrace.num_reqs": plan.num_reqs,
         "headrace.num_tokens": int(plan.num_scheduled_tokens.sum()),
     }
-    with telemetry.start_span("gpuworker step", plan.traceparent, attributes):
-        return engine.runner.execute(plan)
+    return telemetry.begin_span("gpuworker step", plan.traceparent, attributes)
+
+
+def _end_span(span: Span, step: "Future[StepResult]") -> None:
+    if (error := step.exception()) is not None:
+        telemetry.note_error(span, error)
+    span.end()

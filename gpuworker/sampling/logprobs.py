@@ -1,6 +1,6 @@
 """Log probabilities of the model's own distribution: before bias, penalties and temperature."""
 
-from dataclasses import fields
+from dataclasses import dataclass, fields
 from typing import Any
 
 import numpy as np
@@ -8,25 +8,50 @@ import torch
 from numpy.typing import NDArray
 
 from gpuworker.core.plan import LogprobColumns
+from gpuworker.device.transfers import Transfers
 
 
-def logprob_columns(logits: torch.Tensor, token_ids: torch.Tensor, num_top: int) -> LogprobColumns:
-    """Log probabilities of chosen tokens and of the likeliest ones.
+@dataclass(frozen=True, slots=True)
+class LogprobTensors:
+    """Log probabilities on their way to the host; see LogprobColumns."""
+
+    token_ids: torch.Tensor
+    logprobs: torch.Tensor
+    ranks: torch.Tensor
+    top_token_ids: torch.Tensor
+    top_logprobs: torch.Tensor
+
+    def columns(self) -> LogprobColumns:
+        """Once they have arrived."""
+        return LogprobColumns(
+            token_ids=self.token_ids.numpy().astype(np.int32),
+            logprobs=self.logprobs.numpy(),
+            ranks=self.ranks.numpy().astype(np.int32),
+            top_token_ids=self.top_token_ids.numpy().astype(np.int32),
+            top_logprobs=self.top_logprobs.numpy(),
+        )
+
+
+def start_logprobs(
+    logits: torch.Tensor, token_ids: torch.Tensor, num_top: int, transfers: Transfers
+) -> LogprobTensors:
+    """Starts computing the log probabilities of chosen tokens and of the likeliest ones.
 
     Args:
         logits: [num_rows, vocab_size] float32, as the model gave them.
         token_ids: [num_rows] int64 the chosen tokens.
         num_top: how many of the likeliest tokens to report.
+        transfers: the way back.
     """
     logprobs = torch.log_softmax(logits, dim=-1)
     chosen = logprobs.gather(1, token_ids[:, None])
     top = logprobs.topk(min(num_top, logits.shape[1]), dim=-1)
-    return LogprobColumns(
-        token_ids=token_ids.cpu().numpy().astype(np.int32),
-        logprobs=chosen.squeeze(1).cpu().numpy(),
-        ranks=((logprobs > chosen).sum(1) + 1).cpu().numpy().astype(np.int32),
-        top_token_ids=top.indices.cpu().numpy().astype(np.int32),
-        top_logprobs=top.values.cpu().numpy(),
+    return LogprobTensors(
+        token_ids=transfers.to_host(token_ids),
+        logprobs=transfers.to_host(chosen.squeeze(1)),
+        ranks=transfers.to_host((logprobs > chosen).sum(1) + 1),
+        top_token_ids=transfers.to_host(top.indices),
+        top_logprobs=transfers.to_host(top.values),
     )
 
 

@@ -36,6 +36,8 @@ _MODEL = (
     click.option("--block-size", type=int, help="Tokens in one KV block."),
     click.option("--num-kv-blocks", type=int, help="KV blocks.  [default: what memory allows]"),
     click.option("--kv-cache-memory-bytes", type=int, help="The same, in bytes."),
+    click.option("--kv-cache-dtype", type=click.Choice(["auto", "fp8"]),
+                 help="Data type of keys and values."),
     click.option("--num-spec-tokens", type=click.IntRange(min=0),
                  help="Drafts by prompt lookup that a step may verify for a request; 0: none."),
     click.option("--otlp-endpoint", help="Send traces there, like http://127.0.0.1:4317."),
@@ -52,6 +54,7 @@ _WORKER_FLAGS = (
     "block_size",
     "num_kv_blocks",
     "kv_cache_memory_bytes",
+    "kv_cache_dtype",
     "num_spec_tokens",
 )
 

@@ -17,7 +17,7 @@ import msgspec
 # Every section that some service reads: they share one file, so each must know the others' names.
 SECTIONS = (
     *("router", "streams", "tenant", "tenants", "scheduler", "pool", "gpuworker"),
-    *("serving", "channel", "process"),
+    *("kv_cache", "serving", "channel", "process"),
 )
 
 T = TypeVar("T", bound=msgspec.Struct)

@@ -1,4 +1,7 @@
-"""A scheduler as small as can be: places requests, hands out blocks, keeps count."""
+"""A scheduler as small as can be: places requests, hands out blocks, keeps count.
+
+It may launch a step before the last one is finished, as a scheduler of pipeline depth 2 has it.
+"""
 
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
@@ -6,8 +9,9 @@ from dataclasses import dataclass, field
 import numpy as np
 
 from gpuworker.core.plan import RowRequest, SamplingSettings, StepPlan, StepResult
-from gpuworker.runner import ModelRunner
+from gpuworker.runner import ModelRunner, PendingStep
 
+UNKNOWN = -1
 GREEDY = SamplingSettings(temperature=0.0)
 
 
@@ -17,7 +21,7 @@ def int32(*values: int) -> np.ndarray:
 
 @dataclass
 class Request:
-    """What the driver knows of a request; tokens grows with each step."""
+    """What the driver knows of a request; tokens grows with each step, by UNKNOWN at launch."""
 
     row: int
     tokens: list[int]
@@ -43,6 +47,7 @@ class Driver:
         self._placed: list[Request] = []
         self._freed: list[int] = []
         self._step_id = 0
+        self._launched: list[tuple[PendingStep, list[Request], dict[int, int]]] = []
 
     def add(
         self,
@@ -72,6 +77,39 @@ class Driver:
         plan = self._plan(scheduled, drafts)
         result = self.runner.execute(plan)
         self._apply(scheduled, drafts, result)
+        return result
+
+    def launch(self, scheduled: Mapping[int, int]) -> PendingStep:
+        """Starts a step without drafts; every row that reaches its last token gets one more."""
+        step = self.runner.launch(self._plan(scheduled, {}))
+        requests, columns = [], {}
+        for row, count in scheduled.items():
+            request = self.requests[row]
+            requests.append(request)
+            request.num_computed_tokens += count
+            if request.num_computed_tokens == len(request.tokens):
+                columns[row] = len(request.tokens)
+                request.tokens.append(UNKNOWN)
+        self._launched.append((step, requests, columns))
+        return step
+
+    @property
+    def num_launched(self) -> int:
+        return len(self._launched)
+
+    def rows_launched(self) -> set[int]:
+        """Rows that have a token on its way."""
+        return {row for _, _, columns in self._launched for row in columns}
+
+    def finish_oldest(self) -> StepResult:
+        """Finishes the step launched first; its tokens go to those who were in its rows."""
+        step, requests, columns = self._launched.pop(0)
+        result = step.finish()
+        assert result.num_sampled_tokens.tolist() == [int(r.row in columns) for r in requests]
+        for request, token in zip(
+            (r for r in requests if r.row in columns), result.token_ids.tolist(), strict=True
+        ):
+            request.tokens[columns[request.row]] = token
         return result
 
     def finish(self, row: int, num_output: int) -> list[int]:

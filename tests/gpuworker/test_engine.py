@@ -1,15 +1,18 @@
 """Which parts an engine is put together from, and which settings are refused."""
 
+import sys
 from pathlib import Path
 
 import pytest
 import torch
 import transformers
 
+from gpuworker import engine as engine_module
 from gpuworker.attention.cpu import TorchAttention
 from gpuworker.attention.native import NativeAttention
-from gpuworker.config import WorkerSettings
-from gpuworker.engine import Engine, load_engine
+from gpuworker.attention.triton.configs import Target
+from gpuworker.config import KvCacheSettings, WorkerSettings
+from gpuworker.engine import DeviceParts, Engine, load_engine
 from gpuworker.kv_pool import KvPoolError, block_bytes, num_blocks_that_fit
 from gpuworker.models.source import open_source
 from tests.gpuworker.tiny import LLAMA, save_checkpoint
@@ -22,9 +25,16 @@ def checkpoint(tmp_path_factory: pytest.TempPathFactory) -> Path:
     return folder
 
 
-def load(folder: Path, **settings: object) -> Engine:
+def load(folder: Path, parts: DeviceParts | None = None, **settings: object) -> Engine:
+    given = {"device": "cpu", "num_kv_blocks": 9} | settings
+    of_pool = {name: given.pop(name) for name in KvCacheSettings.__struct_fields__ if name in given}
     return load_engine(
-        WorkerSettings(**{"device": "cpu", "num_kv_blocks": 9} | settings), folder, lambda *_: None
+        WorkerSettings(**given),
+        KvCacheSettings(**of_pool),
+        folder,
+        loading=lambda *_: None,
+        capturing=lambda *_: None,
+        parts=parts,
     )
 
 
@@ -42,22 +52,23 @@ def test_the_kernel_for_this_cpu_is_taken_where_it_can_be_built(
     checkpoint: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setenv("CXX", "/nonexistent/compiler")
-    assert isinstance(load(checkpoint).runner._attention, TorchAttention)
+    assert isinstance(load(checkpoint).runner.forward.attention, TorchAttention)
     with pytest.raises(ValueError, match="attention native"):
         load(checkpoint, attention="native")
     monkeypatch.delenv("CXX")
     try:
-        attention = load(checkpoint, attention="native").runner._attention
+        attention = load(checkpoint, attention="native").runner.forward.attention
     except ValueError as error:
         pytest.skip(str(error))
     assert isinstance(attention, NativeAttention)
-    assert isinstance(load(checkpoint, attention="torch").runner._attention, TorchAttention)
+    assert isinstance(load(checkpoint, attention="torch").runner.forward.attention, TorchAttention)
 
 
 @pytest.mark.parametrize(
     ("settings", "message"),
     [
         ({"attention": "triton"}, "does not run on cpu"),
+        ({"attention": "flashinfer"}, "does not run on cpu"),
         ({"block_size": 24}, "block-size"),
         ({"num_kv_blocks": 0}, "num-kv-blocks"),
         ({"max_model_len": 513}, "max-model-len"),
@@ -73,6 +84,49 @@ def test_a_setting_that_cannot_be_met_is_named(
         load(checkpoint, **settings)
 
 
+def test_eight_bit_keys_and_values_need_torch_attention_on_a_cpu(checkpoint: Path) -> None:
+    engine = load(checkpoint, kv_cache_dtype="fp8")
+    assert (engine.dtype, engine.kv_dtype) == ("float32", "float8_e4m3fn")
+    assert isinstance(engine.runner.forward.attention, TorchAttention)
+    assert {layer.key.dtype for layer in engine.runner.forward.kv} == {torch.float8_e4m3fn}
+    with pytest.raises(ValueError, match="attention native: no code for keys and values in"):
+        load(checkpoint, kv_cache_dtype="fp8", attention="native")
+
+
+@pytest.mark.parametrize(
+    ("arch", "dtype"),
+    [
+        ("sm90", torch.float8_e4m3fn),
+        ("sm100", torch.float8_e4m3fn),
+        ("gfx942", torch.float8_e4m3fnuz),
+    ],
+)
+def test_each_gpu_gets_its_own_eight_bit_type(
+    monkeypatch: pytest.MonkeyPatch, arch: str, dtype: torch.dtype
+) -> None:
+    monkeypatch.setattr(engine_module, "detect", lambda device: Target(arch, 1))
+    cuda = torch.device("cuda")
+    assert engine_module._kv_dtype("fp8", cuda, torch.bfloat16) == dtype
+    assert engine_module._kv_dtype("auto", cuda, torch.bfloat16) == torch.bfloat16
+
+
+def test_flashinfer_says_how_to_get_it(checkpoint: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setitem(sys.modules, "flashinfer", None)
+    engine = load(checkpoint)
+    place = (torch.device("cuda"), torch.bfloat16)
+    config = open_source(checkpoint).config
+    with pytest.raises(ValueError, match=r"attention flashinfer: .*headrace\[flashinfer\]"):
+        engine_module.attention_backend(
+            "flashinfer", engine.runner.limits, config, place, torch.bfloat16
+        )
+
+
+def test_a_gpu_without_eight_bit_floats_refuses_them(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(engine_module, "detect", lambda device: Target("sm80", 1))
+    with pytest.raises(ValueError, match="kv-cache-dtype fp8: sm80 has no eight-bit floats"):
+        engine_module._kv_dtype("fp8", torch.device("cuda"), torch.bfloat16)
+
+
 @pytest.mark.skipif(torch.cuda.is_available(), reason="has a GPU")
 def test_a_gpu_that_is_not_there_is_refused(checkpoint: Path) -> None:
     with pytest.raises(ValueError, match="device cuda"):
@@ -86,6 +140,11 @@ def test_the_pool_takes_the_memory_it_is_given(checkpoint: Path) -> None:
         checkpoint, num_kv_blocks=None, kv_cache_memory_bytes=7 * size + size // 2
     ).runner.limits
     assert limits.num_kv_blocks == 7
+    # A quarter of float32: four times the blocks.
+    limits = load(
+        checkpoint, num_kv_blocks=None, kv_cache_memory_bytes=7 * size, kv_cache_dtype="fp8"
+    ).runner.limits
+    assert limits.num_kv_blocks == 28
     with pytest.raises(KvPoolError, match="at least 2"):
         load(checkpoint, num_kv_blocks=None, kv_cache_memory_bytes=size)
 

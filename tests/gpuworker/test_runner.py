@@ -245,17 +245,21 @@ def test_drafts_end_before_max_model_len(checkpoint: Path) -> None:
     assert result.num_sampled_tokens.tolist() == [1, 0]
 
 
-def test_penalties_see_accepted_drafts(driver: Driver) -> None:
-    sampling = SamplingSettings(temperature=0.0, frequency_penalty=2.0, presence_penalty=2.0)
+def test_penalties_see_accepted_drafts_then_and_later(driver: Driver) -> None:
+    # Few tokens, so that what came before decides which of them is next.
+    sampling = SamplingSettings(
+        temperature=0.0, frequency_penalty=1.9, presence_penalty=0.3, logit_bias=FEW_TOKENS
+    )
     prompt = prompts(1, seed=6)[0]
     driver.add(0, prompt, sampling)
-    expected = driver.finish(0, 8)
+    expected = driver.finish(0, 20)
     driver.free(0)
     driver.add(0, prompt, sampling)
     driver.step({0: len(prompt)})
-    result = driver.step({0: 1}, {0: expected[1:7]})
+    result = driver.step({0: 1}, {0: [*expected[1:7], -1]})
     assert result.num_sampled_tokens.tolist() == [7]
-    assert driver.requests[0].output == expected
+    assert driver.requests[0].output == expected[:8]
+    assert driver.finish(0, 20) == expected
 
 
 def test_bad_words_never_come_out_with_and_without_drafts(driver: Driver) -> None:
@@ -329,7 +333,7 @@ def test_logits_that_are_not_finite_fail_only_their_row(
     driver.add(2, second)
     driver.step({1: len(first), 2: len(second)})
     # What a broken kernel or weight would do: one request's cache turns to NaN.
-    for layer in runner._kv:
+    for layer in runner.forward.kv:
         layer.value[driver.requests[2].blocks[0]] = torch.nan
     result = driver.step({1: 1, 2: 1})
     assert [(error.row, "not finite" in error.message) for error in result.errors] == [(2, True)]
@@ -360,3 +364,19 @@ def test_a_reset_runner_has_no_rows(driver: Driver) -> None:
     )
     with pytest.raises(PlanError, match="row 0 is empty"):
         driver.runner.execute(plan)
+
+
+def test_eight_bit_keys_and_values_change_what_is_likely_only_a_little(checkpoint: Path) -> None:
+    every_token = SamplingSettings(temperature=0.0, num_logprobs=VOCAB_SIZE)
+    prompt = prompts(1, seed=5)[0] * 3
+    by_dtype = {}
+    for kv_dtype in (torch.float32, torch.float8_e4m3fn):
+        driver = Driver(make_runner(checkpoint, attention="torch", kv_dtype=kv_dtype))
+        driver.add(0, prompt, every_token)
+        columns = driver.step({0: len(prompt)}).logprobs[0].tokens
+        logprobs = np.empty(VOCAB_SIZE)
+        logprobs[columns.top_token_ids[0]] = columns.top_logprobs[0]
+        by_dtype[kv_dtype] = logprobs
+    wide, narrow = by_dtype.values()
+    distance = np.abs(wide - narrow).max()
+    assert 0 < distance < 0.1, f"log probabilities differ by {distance}"

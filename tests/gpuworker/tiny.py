@@ -1,6 +1,5 @@
 """Tiny random checkpoints, saved by transformers as it saves real ones, and runners over them."""
 
-import time
 from pathlib import Path
 from typing import Any
 
@@ -9,7 +8,7 @@ import transformers
 
 from gpuworker import kv_pool
 from gpuworker.core.input_batch import BatchLimits
-from gpuworker.engine import attention_backend
+from gpuworker.engine import DeviceParts, attention_backend, build_runner
 from gpuworker.models.loader import load_decoder, with_max_model_len
 from gpuworker.models.source import open_source
 from gpuworker.runner import ModelRunner
@@ -49,6 +48,8 @@ def make_runner(
     dtype: torch.dtype = torch.float32,
     num_spec_tokens: int = 0,
     attention: str = "auto",
+    kv_dtype: torch.dtype | None = None,
+    parts: DeviceParts | None = None,
     max_model_len: int | None = None,
 ) -> ModelRunner:
     """A runner on the CPU, with attention as the worker has it; unused KV slots are poisoned."""
@@ -57,7 +58,8 @@ def make_runner(
     source.config = with_max_model_len(source.config, max_model_len)
     decoder = load_decoder(source, device, dtype, lambda _done, _all: None)
     config = source.config
-    kv = kv_pool.allocate(config, num_kv_blocks, block_size, dtype, device)
+    kv_dtype = kv_dtype or dtype
+    kv = kv_pool.allocate(config, num_kv_blocks, block_size, kv_dtype, device)
     for layer in kv:
         layer.key.fill_(torch.nan)
         layer.value.fill_(torch.nan)
@@ -70,5 +72,7 @@ def make_runner(
         vocab_size=config.vocab_size,
         eos_token_ids=source.eos_token_ids,
     )
-    backend = attention_backend(attention, limits, config, (device, dtype))
-    return ModelRunner(decoder, backend, kv, limits, time.perf_counter, num_spec_tokens)
+    backend = attention_backend(attention, limits, config, (device, dtype), kv_dtype)
+    return build_runner(
+        decoder, backend, kv, limits, parts or DeviceParts.of(device), num_spec_tokens
+    )

@@ -6,7 +6,13 @@ from dataclasses import dataclass, replace
 import numpy as np
 import torch
 
-from gpuworker.attention.interface import AttentionLayer, KvShape, LayerKv, StepShape
+from gpuworker.attention.interface import (
+    AttentionLayer,
+    KvShape,
+    LayerKv,
+    PreparedStep,
+    StepShape,
+)
 from gpuworker.attention.reference import ReferenceAttention
 from gpuworker.attention.triton.backend import AttentionSetup, TritonAttention
 from gpuworker.attention.triton.configs import Target
@@ -110,6 +116,17 @@ class Step:
         """What the reference gives for the pool as it is now, in float64."""
         reference = ReferenceAttention().prepare(self.shape)
         return reference.attend(self.query.double(), self.kv, layer or self.case.layer)
+
+
+class Slots(PreparedStep):
+    """A step of which only the slots are known."""
+
+    def __init__(self, slots: torch.Tensor) -> None:
+        self._slots = slots
+
+    @property
+    def slots(self) -> torch.Tensor:
+        return self._slots
 
 
 def poison_allocations(monkeypatch: object) -> None:

@@ -54,11 +54,12 @@ def main() -> int:
     parser.add_argument("--only", default="", help="launches whose name contains this")
     options = parser.parse_args()
     start = time.monotonic()
+    names = [launch.name for launch in _launches(everything=options.all)]
     jobs = [
-        (arch, group, options.all)
-        for group in _groups(everything=options.all)
+        (arch, name, options.all)
+        for name in names
         for arch in options.target or stub_driver.GPU_TARGETS
-        if options.only in group
+        if options.only in name
     ]
     with multiprocessing.get_context("spawn").Pool(len(os.sched_getaffinity(0))) as pool:
         rows = [row for rows in pool.imap(_compile, jobs) for row in rows]
@@ -69,22 +70,19 @@ def main() -> int:
     return 1 if faults or not rows else 0
 
 
-def _groups(*, everything: bool) -> dict[str, list[shipped.Launch]]:
-    """Launches by who ships them; those of a group share kernels."""
-    models = shipped.all_models() if everything else shipped.MODELS
-    groups = {model.name: list(shipped.attention_launches(model)) for model in models}
-    return groups | {launch.name: [launch] for launch in shipped.op_launches()}
+def _launches(*, everything: bool) -> list[shipped.Launch]:
+    return list(shipped.launches(shipped.all_models() if everything else shipped.MODELS))
 
 
 def _compile(job: tuple[str, str, bool]) -> list[Row]:
-    """One group for one target, in a process that has no device."""
-    arch, group, everything = job
+    """One launch for one target, in a process that has no device."""
+    arch, name, everything = job
     torch.set_num_threads(1)
     # Twice as fast to compile and read without line numbers.
     triton.knobs.compilation.disable_line_info = True
     stub_driver.install().use(arch)
-    launches = _groups(everything=everything)[group]
-    return [row for launch in launches for row in _compile_launch(launch, arch)]
+    launch = next(made for made in _launches(everything=everything) if made.name == name)
+    return _compile_launch(launch, arch)
 
 
 def _compile_launch(launch: shipped.Launch, arch: str) -> list[Row]:
@@ -120,7 +118,7 @@ def _faults(code: machine_code.MachineCode, arch: str, needs: set[str]) -> tuple
 
 
 def _print_table(rows: list[Row]) -> None:
-    line = "{:28} {:18} {:7} {:>5} {:>6} {:>7}  {:24} {}"
+    line = "{:45} {:18} {:7} {:>5} {:>6} {:>7}  {:24} {}"
     print(line.format("launch", "kernel", "target", "regs", "spills", "shared", "instructions", ""))
     for row in rows:
         faults = ", ".join(row.faults)

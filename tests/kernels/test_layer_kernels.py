@@ -8,7 +8,7 @@ from gpuworker.attention.interface import LayerKv
 from gpuworker.kernels.fused import TritonOps
 from gpuworker.kernels.ops import HeadNorms, RopeTables, TokenPlaces
 from gpuworker.kernels.twins import TorchOps
-from tests.kernels.batches import poison_allocations
+from tests.kernels.batches import Slots, poison_allocations
 
 TOLERANCE = {torch.float32: 1e-5, torch.float16: 4e-3}
 DTYPES = list(TOLERANCE)
@@ -33,7 +33,7 @@ def close(ours, theirs, dtype):
 @pytest.mark.parametrize("size", [64, 576, 1000])
 def test_add_rms_norm_equals_its_twin(dtype, size):
     residual, update = random(3, size, dtype=dtype, seed=1), random(3, size, dtype=dtype, seed=2)
-    weight = random(size, dtype=dtype, seed=3)
+    weight = random(size, seed=3)
     ours, theirs = residual.clone(), residual.clone()
     normed = TritonOps().add_rms_norm(ours, update, weight, 1e-5)
     expected = TorchOps().add_rms_norm(theirs, update, weight, 1e-5)
@@ -72,9 +72,9 @@ def rotation(num_heads, num_kv_heads, head_dim, rotary_dim, page, dtype, pool_dt
     pool = torch.full((4, num_kv_heads, page, head_dim), torch.nan).to(pool_dtype)
     places = TokenPlaces(
         torch.tensor([0, 7, 3, 20, 1]),
-        torch.tensor([page, 3 * page + 5, page + 1, -1, 2], dtype=torch.int32),
+        Slots(torch.tensor([page, 3 * page + 5, page + 1, -1, 2], dtype=torch.int32)),
     )
-    norms = HeadNorms(random(head_dim, dtype=dtype), random(head_dim, dtype=dtype, seed=9), 1e-6)
+    norms = HeadNorms(random(head_dim), random(head_dim, seed=9), 1e-6)
     angles = torch.outer(torch.arange(32.0), 0.5 ** torch.arange(rotary_dim // 2))
     rope = RopeTables(angles.cos(), angles.sin())
     return qkv, LayerKv(pool, pool.clone()), places, norms, rope

@@ -205,7 +205,7 @@ def test_what_eight_bits_cannot_hold_is_clamped():
 )
 def test_a_device_without_that_eight_bit_type_refuses_it(target, kv_dtype):
     step = Step(Case(((1, 1),), kv_dtype=kv_dtype))
-    with pytest.raises(ValueError, match="kv_cache_dtype"):
+    with pytest.raises(ValueError, match="kv-cache-dtype"):
         TritonAttention(step.setup(), target, CPU)
 
 

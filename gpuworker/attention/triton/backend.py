@@ -13,6 +13,7 @@ import torch
 from triton.tools.tensor_descriptor import TensorDescriptor
 
 from gpuworker.attention.interface import (
+    FLOAT8_TYPES,
     AttentionBackend,
     AttentionLayer,
     KvShape,
@@ -30,18 +31,17 @@ from gpuworker.attention.triton.configs import (
     padded,
     tile_config,
 )
-from gpuworker.attention.triton.staging import StagingRing
+from gpuworker.attention.triton.device import float8_type
 from gpuworker.core.plan import Int32Array
+from gpuworker.device.staging import StagingRing
 from gpuworker.kernels.launch import HeldKernel
 
 _LOG2_E = math.log2(math.e)
-_FLOAT8_TYPES = (torch.float8_e4m3fn, torch.float8_e4m3fnuz)
 # Programs that a processor holds at a time, about; splits are made to fill them.
 _PROGRAMS_A_PROCESSOR: dict[Kind, int] = {"decode": 4, "chunk": 1}
 _MIN_KEYS: dict[Kind, int] = {"decode": 128, "chunk": 512}
 _KINDS: tuple[Kind, Kind] = ("decode", "chunk")
 _BLOCK_SPLITS = 16
-_NO_SLOT = -1
 _ALIGNED = 4  # integers
 
 
@@ -74,8 +74,8 @@ class TritonAttention(AttentionBackend):
     """
 
     def __init__(self, setup: AttentionSetup, target: Target, device: torch.device) -> None:
-        if setup.kv_dtype in _FLOAT8_TYPES and setup.kv_dtype != _float8_type(target):
-            raise ValueError(f"kv_cache_dtype: {target.arch} has no {setup.kv_dtype}")
+        if setup.kv_dtype in FLOAT8_TYPES and setup.kv_dtype != float8_type(target):
+            raise ValueError(f"kv-cache-dtype: {target.arch} has no {setup.kv_dtype}")
         shape = setup.shape
         self._setup = setup
         self._target = target
@@ -115,8 +115,7 @@ class TritonAttention(AttentionBackend):
             sections[window] = _Sections.at(size, counts)
             size = sections[window].end
         values = self._staging.reserve(size + shape.block_table.size)
-        values[: shape.num_tokens] = shape.slot_mapping
-        values[shape.num_tokens : shape.num_padded_tokens] = _NO_SLOT
+        values[: shape.num_padded_tokens] = shape.padded_slots()
         for window, (arrays, _) in lists.items():
             sections[window].fill(values, arrays)
         values[size:] = shape.block_table.reshape(-1)
@@ -151,7 +150,7 @@ class TritonAttention(AttentionBackend):
 
     def _config(self, kind: Kind) -> TileConfig:
         shape = self._setup.shape
-        is_float8 = self._setup.kv_dtype in _FLOAT8_TYPES
+        is_float8 = self._setup.kv_dtype in FLOAT8_TYPES
         key = ConfigKey(
             self._target.arch,
             shape.head_dim,
@@ -224,31 +223,6 @@ class TritonAttention(AttentionBackend):
             self._partial_lse,
             merges,
         )
-
-    def launch_write(
-        self, kv: LayerKv, key: torch.Tensor, value: torch.Tensor, slots: torch.Tensor
-    ) -> None:
-        """Starts the kernel that puts keys and values in their slots."""
-        name = ("write", key.stride(0), value.stride(0))
-        kernel = self._kernels.get(name)
-        shape = self._setup.shape
-        if kernel is None:
-            limit = 0.0
-            if kv.key.dtype in _FLOAT8_TYPES:
-                limit = torch.finfo(kv.key.dtype).max
-            constants = {
-                "KEY_STRIDE": key.stride(0),
-                "VALUE_STRIDE": value.stride(0),
-                "NUM_KV_HEADS": shape.num_kv_heads,
-                "HEAD_DIM": shape.head_dim,
-                "HEAD_DIM_PADDED": self._head_dim_padded,
-                "PAGE": shape.block_size,
-                "BLOCK_HEADS": 1 << (shape.num_kv_heads - 1).bit_length(),
-                "LIMIT": limit,
-            }
-            kernel = HeldKernel(kernels.write_kv, constants, {"num_warps": 4})
-            self._kernels[name] = kernel
-        kernel((len(slots), 1, 1), kv.key, kv.value, key, value, slots)
 
     def _attention_kernel(self, kind: Kind, stride: int, layer: AttentionLayer) -> HeldKernel:
         has_cap, has_window = layer.soft_cap is not None, layer.sliding_window is not None
@@ -342,14 +316,17 @@ class TritonStep(PreparedStep):
             for window, sections in lists.items()
         }
 
+    @property
+    def has_fixed_layout(self) -> bool:
+        return not any(counts[1] for counts, _ in self._lists.values())
+
     def counts(self, window: int | None) -> tuple[int, int, int]:
         """Decode items, chunk items and merges of the layers with a window; grids follow them."""
         return self._lists[window][0]
 
-    def write(self, kv: LayerKv, key: torch.Tensor, value: torch.Tensor) -> None:
-        _check_packed(key)
-        _check_packed(value)
-        self._backend.launch_write(kv, key, value, self._slots)
+    @property
+    def slots(self) -> torch.Tensor:
+        return self._slots
 
     def attend(self, query: torch.Tensor, kv: LayerKv, layer: AttentionLayer) -> torch.Tensor:
         _check_packed(query)
@@ -368,10 +345,3 @@ def _check_packed(heads: torch.Tensor) -> None:
     """Heads of a token must follow each other; tokens may be apart."""
     if heads.stride(2) != 1 or heads.stride(1) != heads.shape[2]:
         raise ValueError(f"heads of a token are not packed: strides {heads.stride()}")
-
-
-def _float8_type(target: Target) -> torch.dtype | None:
-    """The eight-bit float that a device computes with."""
-    if not target.has_float8:
-        return None
-    return torch.float8_e4m3fnuz if target.is_amd else torch.float8_e4m3fn

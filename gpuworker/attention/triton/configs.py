@@ -9,8 +9,6 @@ or more, where the wide matrix instructions begin.
 from dataclasses import dataclass
 from typing import Literal
 
-import triton
-
 Kind = Literal["decode", "chunk"]
 KvType = Literal["wide", "float8"]
 
@@ -86,7 +84,7 @@ def tile_config(target: Target, key: ConfigKey) -> TileConfig:
 
 def padded(n: int) -> int:
     """The power of two that a tile dimension is padded to, at least 16."""
-    return max(16, int(triton.next_power_of_2(n)))
+    return max(16, 1 << (n - 1).bit_length())
 
 
 def _decode_rule(target: Target, key: ConfigKey) -> TileConfig:
@@ -95,7 +93,7 @@ def _decode_rule(target: Target, key: ConfigKey) -> TileConfig:
     block_n = min(max(key.page, 32), 64) if head_dim <= 128 else max(min(key.page, 32), 16)
     uses_descriptors = _can_use_descriptors(target, key) and key.page == block_n
     return TileConfig(
-        block_m=max(16, int(triton.next_power_of_2(key.group))),
+        block_m=padded(key.group),
         block_n=block_n,
         num_warps=4,
         num_stages=2 if target.is_amd else 3,

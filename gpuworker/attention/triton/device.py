@@ -1,4 +1,4 @@
-"""What kind of device this is."""
+"""What kind of device this is; knows torch, and nothing of Triton."""
 
 import torch
 
@@ -17,3 +17,10 @@ def detect(device: torch.device) -> Target:
         # gfx942:sramecc+:xnack- and the like.
         arch = properties.gcnArchName.split(":")[0]
     return Target(arch, properties.multi_processor_count)
+
+
+def float8_type(target: Target) -> torch.dtype | None:
+    """The eight-bit float that a device computes with."""
+    if not target.has_float8:
+        return None
+    return torch.float8_e4m3fnuz if target.is_amd else torch.float8_e4m3fn

@@ -169,7 +169,6 @@ def paged_attention(
     first_position = tl.load(item + _FIRST_POSITION)
     kv_start = tl.load(item + _KV_START)
     kv_end = tl.load(item + _KV_END)
-    partial_row = tl.load(item + _PARTIAL_ROW)
     table = tables + tl.load(item + _TABLE_START)
 
     rows = tl.arange(0, BLOCK_M)
@@ -215,6 +214,13 @@ def paged_attention(
         USES_DESCRIPTORS, True,
     )  # fmt: skip
 
+    # Read again: held over the loops, what says where results go would spill.
+    first_token = tl.load(item + _FIRST_TOKEN, volatile=True)
+    num_queries = tl.load(item + _NUM_QUERIES, volatile=True)
+    partial_row = tl.load(item + _PARTIAL_ROW)
+    tokens = (first_token + ranks).to(tl.int64)
+    is_row = ranks < num_queries
+    is_element = is_row[:, None] & (dims < HEAD_DIM)[None, :]
     # A row with an empty range (another split has its keys, or it is padding) is all zeros.
     is_empty = row_sum == 0.0
     divisor = tl.where(is_empty, 1.0, row_sum)
@@ -275,36 +281,3 @@ def merge_splits(
         highest = new_highest
     target = out + (token * NUM_HEADS + head) * HEAD_DIM + dims
     tl.store(target, (acc / total).to(out.dtype.element_ty), mask=dims < HEAD_DIM)
-
-
-@triton.jit
-def write_kv(
-    key_pool, value_pool, key, value, slots,
-    KEY_STRIDE: tl.constexpr, VALUE_STRIDE: tl.constexpr, NUM_KV_HEADS: tl.constexpr,
-    HEAD_DIM: tl.constexpr, HEAD_DIM_PADDED: tl.constexpr, PAGE: tl.constexpr,
-    BLOCK_HEADS: tl.constexpr, LIMIT: tl.constexpr,
-):  # fmt: skip
-    """Puts one token's keys and values in its slot; the grid is (num_padded_tokens).
-
-    key, value: [num_padded_tokens, NUM_KV_HEADS, HEAD_DIM], tokens KEY_STRIDE, VALUE_STRIDE apart.
-    slots: [num_padded_tokens]; negative: no slot.
-    LIMIT: largest magnitude that the pool's type holds, 0 for types that need no clamp.
-    """
-    token = tl.program_id(0).to(tl.int64)
-    slot = tl.load(slots + token)
-    if slot < 0:
-        return
-    heads = tl.arange(0, BLOCK_HEADS)
-    dims = tl.arange(0, HEAD_DIM_PADDED)
-    is_element = (heads < NUM_KV_HEADS)[:, None] & (dims < HEAD_DIM)[None, :]
-    inside = heads[:, None] * HEAD_DIM + dims[None, :]
-    rows = ((slot // PAGE).to(tl.int64) * NUM_KV_HEADS + heads) * PAGE + slot % PAGE
-    targets = rows[:, None] * HEAD_DIM + dims[None, :]
-    new_key = tl.load(key + token * KEY_STRIDE + inside, mask=is_element, other=0.0)
-    new_value = tl.load(value + token * VALUE_STRIDE + inside, mask=is_element, other=0.0)
-    if LIMIT > 0:
-        # Eight-bit floats turn what does not fit into NaN; a clamp keeps it a number.
-        new_key = tl.clamp(new_key.to(tl.float32), -LIMIT, LIMIT)
-        new_value = tl.clamp(new_value.to(tl.float32), -LIMIT, LIMIT)
-    tl.store(key_pool + targets, new_key.to(key_pool.dtype.element_ty), mask=is_element)
-    tl.store(value_pool + targets, new_value.to(value_pool.dtype.element_ty), mask=is_element)

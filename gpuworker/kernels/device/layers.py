@@ -16,7 +16,7 @@ def add_rms_norm(
 ):  # fmt: skip
     """Adds `update` to `residual`, in place, and normalizes the sum; the grid is (num_tokens).
 
-    normed, residual, update: [num_tokens, SIZE]; weight: [SIZE].
+    normed, residual, update: [num_tokens, SIZE]; weight: [SIZE] float32.
     """
     row = tl.program_id(0).to(tl.int64) * SIZE
     columns = tl.arange(0, BLOCK)
@@ -27,10 +27,9 @@ def add_rms_norm(
         tl.store(residual + row + columns, stream, mask=is_column)
     wide = stream.to(tl.float32)
     scale = tl.rsqrt(tl.sum(wide * wide, 0) / SIZE + eps)
-    # Rounded before the weight, as checkpoints were trained.
-    rounded = (wide * scale).to(normed.dtype.element_ty)
     scales = tl.load(weight + columns, mask=is_column, other=0.0)
-    tl.store(normed + row + columns, rounded * scales, mask=is_column)
+    result = (wide * scale * scales).to(normed.dtype.element_ty)
+    tl.store(normed + row + columns, result, mask=is_column)
 
 
 @triton.jit

@@ -12,6 +12,7 @@ from gpuworker.attention.interface import (
     AttentionLayer,
     KvShape,
     LayerKv,
+    PreparedStep,
     StepShape,
 )
 from gpuworker.attention.native import NativeAttention
@@ -106,7 +107,7 @@ def make_backend(name: str, case: Case, dtype: torch.dtype = torch.float32) -> A
     if name == "torch":
         return TorchAttention(case.kv_shape, case.num_heads, torch.device("cpu"))
     try:
-        return NativeAttention(case.kv_shape, case.num_heads, dtype)
+        return NativeAttention(case.kv_shape, case.num_heads, dtype, dtype)
     except NativeUnavailableError as error:
         pytest.skip(str(error))
 
@@ -250,11 +251,63 @@ def test_strided_heads_are_read_where_they_lie(backend: str) -> None:
 def test_the_native_kernel_has_no_code_for_odd_sizes() -> None:
     for shape in (KvShape(4, 8, 1, 64), KvShape(4, 16, 1, 72)):
         with pytest.raises(NativeUnavailableError, match="no code for"):
-            NativeAttention(shape, 1, torch.float32)
+            NativeAttention(shape, 1, torch.float32, torch.float32)
     with pytest.raises(NativeUnavailableError, match="no code for"):
-        NativeAttention(KvShape(4, 16, 1, 64), 1, torch.float16)
+        NativeAttention(KvShape(4, 16, 1, 64), 1, torch.float16, torch.float16)
+    with pytest.raises(NativeUnavailableError, match="float8"):
+        NativeAttention(KvShape(4, 16, 1, 64), 1, torch.float32, torch.float8_e4m3fn)
 
 
 def test_a_block_size_that_does_not_divide_a_tile_is_refused() -> None:
     with pytest.raises(ValueError, match="block-size"):
         TorchAttention(KvShape(4, 24, 1, 16), 1, torch.device("cpu"))
+
+
+FLOAT8 = [torch.float8_e4m3fn, torch.float8_e4m3fnuz]
+
+
+def in_eight_bits(case: Case, dtype: torch.dtype) -> LayerKv:
+    return LayerKv(case.kv.key.to(dtype), case.kv.value.to(dtype))
+
+
+@pytest.mark.parametrize("dtype", FLOAT8)
+def test_eight_bit_keys_and_values_are_attended_as_stored(dtype: torch.dtype) -> None:
+    case = make_case(MIXED, seed=10)
+    kv = in_eight_bits(case, dtype)
+    step = make_backend("torch", case).prepare(case.shape)
+    step.write(kv, case.key, case.value)
+    result = step.attend(case.query, kv, LAYERS["plain"])[: case.shape.num_tokens]
+    case.kv = in_eight_bits(case, dtype)
+    torch.testing.assert_close(
+        result.double(), expected(case, LAYERS["plain"]), rtol=2e-5, atol=2e-5
+    )
+
+
+class DefaultWrite(PreparedStep):
+    """Writes as a backend does that only knows slots."""
+
+    def __init__(self, shape: StepShape) -> None:
+        self._slots = torch.from_numpy(shape.padded_slots())
+
+    @property
+    def slots(self) -> torch.Tensor:
+        return self._slots
+
+
+@pytest.mark.parametrize("dtype", FLOAT8)
+@pytest.mark.parametrize("writer", ["torch", "reference", "default"])
+def test_what_eight_bits_do_not_hold_is_clamped(writer: str, dtype: torch.dtype) -> None:
+    case = make_case(((3, 20),), seed=11)
+    case.key[:], case.value[:] = 1000.0, -torch.inf
+    case.value[0] = torch.nan
+    kv = in_eight_bits(case, dtype)
+    step: PreparedStep = DefaultWrite(case.shape)
+    if writer != "default":
+        backend = make_backend("torch", case) if writer == "torch" else ReferenceAttention()
+        step = backend.prepare(case.shape)
+    step.write(kv, case.key, case.value)
+    blocks, offsets = divmod(case.shape.slot_mapping, 16)
+    limit = 240.0 if dtype == torch.float8_e4m3fnuz else 448.0
+    assert (kv.key[blocks, :, offsets].float() == limit).all()
+    assert kv.value[blocks[0], :, offsets[0]].float().isnan().all()
+    assert (kv.value[blocks[1:], :, offsets[1:]].float() == -limit).all()

@@ -39,7 +39,7 @@ def test_a_configuration_that_spills_is_found(monkeypatch, tmp_path):
     monkeypatch.setattr(triton.knobs.compilation, "disable_line_info", True)
     driver.use("sm80")
     key = ConfigKey("sm80", 128, 4, 64, "wide", "chunk")
-    monkeypatch.setitem(TUNED, key, TileConfig(64, 64, 4, 2, True, False))
-    _, chunk = shipped.attention_launches(shipped.MODELS[0])
+    monkeypatch.setitem(TUNED, key, TileConfig(128, 64, 4, 2, True, False))
+    chunk = next(made for made in shipped.launches(shipped.MODELS) if "chunk" in made.name)
     faults = {row.code.name: row.faults for row in _compile_launch(chunk, "sm80") if row.code}
     assert faults["paged_attention"] == ("spills",)

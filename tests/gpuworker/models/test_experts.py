@@ -8,9 +8,10 @@ import torch
 from torch._subclasses.fake_tensor import FakeTensorMode
 from torch.nn import functional
 
+from gpuworker.kernels.twins import TorchOps
 from gpuworker.models.experts import Experts, GroupedExperts, ListedExperts, MixtureMlp
 from gpuworker.models.linear import make_linear
-from gpuworker.models.mlp import GatedMlp, gated
+from gpuworker.models.mlp import GatedMlp
 
 HIDDEN, INNER, NUM_EXPERTS = 48, 1536, 5
 
@@ -30,14 +31,14 @@ class Weights:
 def listed(weights: Weights) -> ListedExperts:
     return ListedExperts(
         [
-            GatedMlp(make_linear(gate_up, None), make_linear(down, None), "silu")
+            GatedMlp(make_linear(gate_up, None), make_linear(down, None), "silu", TorchOps())
             for gate_up, down in zip(weights.gate_up, weights.down, strict=True)
         ]
     )
 
 
 def grouped(weights: Weights) -> GroupedExperts:
-    gate = partial(gated, activation="silu")
+    gate = partial(TorchOps().gate, activation="silu")
     gate_up, down = torch.stack(weights.gate_up), torch.stack(weights.down)
     return GroupedExperts(gate_up, down, gate, is_grouped_in_graphs=True)
 
@@ -70,7 +71,8 @@ def test_equals_its_formula(
             expected[i] += share * (weights.down[number] @ (functional.silu(gate) * up))
     mixture = make_mixture(weights, is_normalized=is_normalized, make_experts=make_experts)
     torch.testing.assert_close(mixture(x), expected, rtol=1e-4, atol=1e-5)
-    torch.testing.assert_close(mixture.add_to(x, x), expected + x, rtol=1e-4, atol=1e-5)
+    stream, update = mixture.add_to(x, x)
+    torch.testing.assert_close(stream + update, expected + x, rtol=1e-4, atol=1e-5)
 
 
 def test_a_row_has_the_same_bits_whatever_the_other_rows() -> None:
@@ -119,7 +121,7 @@ def test_nothing_in_a_graph_waits_for_the_device(form: str) -> None:
     """On tensors without values, whatever asks for one raises."""
     with FakeTensorMode():
         place = {"device": "cuda", "dtype": torch.bfloat16}
-        gate = partial(gated, activation="silu")
+        gate = partial(TorchOps().gate, activation="silu")
         gate_up = torch.empty(NUM_EXPERTS, 2 * INNER, HIDDEN, **place)
         down = torch.empty(NUM_EXPERTS, HIDDEN, INNER, **place)
         experts = GroupedExperts(gate_up, down, gate, is_grouped_in_graphs=True)

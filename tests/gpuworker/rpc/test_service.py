@@ -16,6 +16,7 @@ from grpc_health.v1 import health_pb2, health_pb2_grpc
 from gpuworker.core.plan import StepPlan, StepResult
 from gpuworker.engine import Engine
 from gpuworker.rpc.service import FULL_NAME, GpuWorkerService, Identity
+from gpuworker.runner import PendingStep
 from headrace.service import telemetry
 from headrace.service.channels import ChannelConfig, open_channel
 from headrace.service.columns import pack_int32, unpack_int32
@@ -25,6 +26,7 @@ from headrace.v1 import common_pb2, gpuworker_pb2, gpuworker_pb2_grpc
 from tests.gpuworker.driver import GREEDY, Driver, int32
 from tests.gpuworker.tiny import LLAMA, make_runner, save_checkpoint
 from tests.headrace.otlp_receiver import OtlpReceiver
+from tests.headrace.waiting import eventually
 
 PROMPT = [9, 20, 31, 42, 53]
 
@@ -55,11 +57,48 @@ class GatedRunner:
     def reset(self) -> None:
         self._runner.reset()
 
-    def execute(self, plan: StepPlan) -> StepResult:
+    def launch(self, plan: StepPlan) -> PendingStep:
         self.threads.add(threading.current_thread().name)
         self.has_begun.set()
         assert self.gate.wait(30)
-        return self._runner.execute(plan)
+        return self._runner.launch(plan)
+
+
+class DeviceRunner(GatedRunner):
+    """A runner whose steps are launched at once, and then take the device until it may go on.
+
+    `launched` and `finished` are step ids in their order.
+    """
+
+    def __init__(self, runner: Any) -> None:
+        super().__init__(runner)
+        self.device_may_go_on = threading.Event()
+        self.launched: list[int] = []
+        self.finished: list[int] = []
+
+    def launch(self, plan: StepPlan) -> Any:
+        step = super().launch(plan)
+        self.launched.append(plan.step_id)
+        return DeviceStep(self, step)
+
+
+class DeviceStep:
+    def __init__(self, runner: DeviceRunner, step: PendingStep) -> None:
+        self._runner = runner
+        self._step = step
+
+    @property
+    def is_done(self) -> bool:
+        return self._runner.device_may_go_on.is_set()
+
+    def wait(self) -> None:
+        assert self._runner.device_may_go_on.wait(30)
+
+    def finish(self) -> StepResult:
+        self._runner.threads.add(threading.current_thread().name)
+        result = self._step.finish()
+        self._runner.finished.append(result.step_id)
+        return result
 
 
 class Worker:
@@ -87,7 +126,7 @@ async def worker(checkpoint: Path) -> AsyncIterator[Worker]:
 
 
 def load(worker: Worker) -> None:
-    worker.service.set_engine(Engine(worker.runner, "cpu", "float32"))
+    worker.service.set_engine(Engine(worker.runner, "cpu", "float32", "float32", pipeline_depth=2))
 
 
 def first_plan(row: int = 2, block: int = 5) -> gpuworker_pb2.StepPlan:
@@ -150,6 +189,7 @@ async def test_describe_says_what_the_worker_is(worker: Worker) -> None:
     assert (first.max_model_len, first.vocab_size) == (512, 160)
     assert list(first.eos_token_ids) == [3, 5]
     assert first.num_spec_tokens == worker.runner.num_spec_tokens
+    assert first.pipeline_depth == 2
     assert first.state == common_pb2.WORKER_STATE_READY
     assert len(first.incarnation) > 16
     again = (await worker.stub.Describe(gpuworker_pb2.DescribeRequest())).worker
@@ -185,6 +225,71 @@ async def test_the_next_plan_may_come_before_the_previous_result(
     results = [await call.read() for _ in range(3)]
     assert [t for r in results for t in tokens_of(r)] == expected_tokens(checkpoint, 3)
     call.cancel()
+
+
+@pytest.fixture
+def device_runner(worker: Worker) -> Iterator[DeviceRunner]:
+    """In the worker, whose steps it has from then on."""
+    worker.runner = DeviceRunner(worker.runner)
+    yield worker.runner
+    worker.runner.device_may_go_on.set()
+
+
+async def test_the_next_step_is_launched_while_the_device_is_at_work(
+    worker: Worker, device_runner: DeviceRunner, checkpoint: Path
+) -> None:
+    load(worker)
+    call = worker.stub.Execute()
+    for plan in (first_plan(), next_plan(2)):
+        await call.write(plan)
+
+    async def is_ahead() -> bool:
+        return device_runner.launched == [1, 2]
+
+    await eventually(is_ahead)
+    assert device_runner.finished == []
+    device_runner.device_may_go_on.set()
+    results = [await call.read() for _ in range(2)]
+    assert [t for r in results for t in tokens_of(r)] == expected_tokens(checkpoint, 2)
+    assert device_runner.finished == [1, 2]
+    assert len(device_runner.threads) == 1
+    call.cancel()
+
+
+async def test_a_new_stream_takes_over_while_the_device_is_at_work(
+    worker: Worker, device_runner: DeviceRunner, checkpoint: Path
+) -> None:
+    load(worker)
+    old = worker.stub.Execute()
+    await old.write(first_plan())
+
+    async def has_launched() -> bool:
+        return device_runner.launched == [1]
+
+    await eventually(has_launched)
+    new = worker.stub.Execute()
+    await new.write(first_plan(row=9))
+    with pytest.raises(grpc.aio.AioRpcError) as caught:
+        await old.read()
+    assert from_rpc_error(caught.value).reason == "STREAM_REPLACED"
+    device_runner.device_may_go_on.set()
+    assert tokens_of(await new.read()) == expected_tokens(checkpoint, 1)
+    assert device_runner.finished == [1]  # the new stream's
+    new.cancel()
+
+
+async def test_a_refused_plan_does_not_spoil_the_step_before_it(
+    worker: Worker, device_runner: DeviceRunner, checkpoint: Path
+) -> None:
+    load(worker)
+    call = worker.stub.Execute()
+    await call.write(first_plan())
+    await call.write(next_plan(2, row=7))
+    device_runner.device_may_go_on.set()
+    assert tokens_of(await call.read()) == expected_tokens(checkpoint, 1)
+    with pytest.raises(grpc.aio.AioRpcError) as caught:
+        await call.read()
+    assert "row 7 is empty" in from_rpc_error(caught.value).message
 
 
 async def test_other_calls_are_answered_during_a_long_step(worker: Worker) -> None:
@@ -279,7 +384,7 @@ async def test_a_bug_in_a_step_ends_the_stream_and_the_worker_serves_on(
         raise ZeroDivisionError
 
     with monkeypatch.context() as patch:
-        patch.setattr(worker.runner, "execute", fail)
+        patch.setattr(worker.runner, "launch", fail)
         call = worker.stub.Execute()
         await call.write(first_plan())
         with pytest.raises(grpc.aio.AioRpcError) as caught:

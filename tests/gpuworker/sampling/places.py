@@ -5,10 +5,15 @@ from collections.abc import Sequence
 import numpy as np
 import torch
 
-from gpuworker.core.input_batch import BatchLimits, FlatBatch, InputBatch
+from gpuworker.core.input_batch import BatchLimits, InputBatch
 from gpuworker.core.plan import RowRequest, SamplingSettings, StepPlan
-from gpuworker.sampling.sampler import sample
+from gpuworker.device.transfers import HostTransfers
+from gpuworker.kernels.twins import TorchOps
+from gpuworker.sampling.sampler import Sampler
+from gpuworker.step_inputs import InputStaging, StepSizes
 from tests.gpuworker.driver import int32
+
+CPU = torch.device("cpu")
 
 
 def sampled(
@@ -20,20 +25,19 @@ def sampled(
     eos: tuple[int, ...] = (),
 ) -> list[int]:
     """One token for each row of logits, [num_rows, vocab_size]; tokens are the rows' so far."""
-    num_rows, vocab_size = logits.shape
-    tokens = tokens or [[0]] * num_rows
-    rows, batch = make_places(settings, tokens, vocab_size, num_prompt_tokens, eos)
-    return sample(logits.clone(), batch, rows).token_ids.tolist()
+    tokens = tokens or [[0]] * len(logits)
+    return sample(logits.clone(), settings, tokens, num_prompt_tokens, eos)
 
 
-def make_places(
+def sample(
+    logits: torch.Tensor,
     settings: Sequence[SamplingSettings],
     tokens: Sequence[Sequence[int]],
-    vocab_size: int,
     num_prompt_tokens: int = 1,
     eos: tuple[int, ...] = (),
-) -> tuple[InputBatch, FlatBatch]:
-    num_rows = len(settings)
+) -> list[int]:
+    """As a runner has it done; logits are changed in place."""
+    num_rows, vocab_size = logits.shape
     longest = max(map(len, tokens))
     limits = BatchLimits(
         max_num_seqs=num_rows,
@@ -46,13 +50,14 @@ def make_places(
     )
     rows = InputBatch(limits)
     every = np.arange(num_rows, dtype=np.int32)
+    requests = tuple(
+        RowRequest(i, f"r{i}", int32(*tokens[i]), num_prompt_tokens, settings[i])
+        for i in range(num_rows)
+    )
     batch = rows.apply(
         StepPlan(
             step_id=0,
-            row_requests=tuple(
-                RowRequest(i, f"r{i}", int32(*tokens[i]), num_prompt_tokens, settings[i])
-                for i in range(num_rows)
-            ),
+            row_requests=requests,
             appended_block_rows=every,
             appended_block_ids=every + 1,
             rows=every,
@@ -60,4 +65,8 @@ def make_places(
             num_scheduled_tokens=np.ones(num_rows, dtype=np.int32),
         )
     )
-    return rows, batch
+    sampler = Sampler(TorchOps(), limits, CPU, HostTransfers())
+    sampler.place(requests, rows)
+    sizes = StepSizes(num_rows, num_rows, num_rows)
+    columns = InputStaging(limits, CPU).send(batch, rows.slots, sizes).samples
+    return sampler.sample(logits, columns, batch, rows).token_ids.tolist()

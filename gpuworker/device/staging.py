@@ -35,6 +35,11 @@ class StagingRing:
         self._turn = 0
         self._num_values = 0
 
+    @property
+    def device_buffer(self) -> torch.Tensor:
+        """[capacity] what was sent last, and what earlier steps left behind it."""
+        return self._device_buffer
+
     def reserve(self, num_values: int) -> Int32Array:
         """A host buffer for the next step: [num_values], to be filled before `send`."""
         assert num_values <= len(self._device_buffer), "step is larger than its limits"

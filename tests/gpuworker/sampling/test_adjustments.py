@@ -5,8 +5,7 @@ import torch
 
 from gpuworker.core.plan import RowRequest, SamplingSettings
 from gpuworker.core.request_slots import RequestSlots
-from gpuworker.sampling.adjust import adjust_logits
-from tests.gpuworker.sampling.places import make_places, sampled
+from tests.gpuworker.sampling.places import sample, sampled
 
 GREEDY = SamplingSettings(temperature=0.0)
 VOCAB_SIZE = 30
@@ -17,10 +16,7 @@ def adjusted(
 ) -> np.ndarray:
     """The first of two rows; the second must stay as it is."""
     both = torch.stack([logits, logits])
-    rows, batch = make_places(
-        [settings, GREEDY], [tokens, tokens], VOCAB_SIZE, num_prompt_tokens, eos=(2,)
-    )
-    adjust_logits(both, batch, rows)
+    sample(both, [settings, GREEDY], [tokens, tokens], num_prompt_tokens, eos=(2,))
     assert torch.equal(both[1], logits)
     return both[0].numpy()
 

@@ -1,0 +1,154 @@
+"""The GPU that is measured, and how: what copies and products reach, and a timer without the host.
+
+A dry run has a stand-in: the kernels run under Triton's interpreter on a CPU, in tiny sizes, and
+every call is made once. Its times mean nothing; it shows that what is measured works.
+"""
+
+import statistics
+import time
+from collections.abc import Callable
+from dataclasses import dataclass
+from typing import Protocol
+
+import torch
+
+from gpuworker.attention.triton.configs import Target
+from gpuworker.attention.triton.device import detect, float8_type
+
+GIGA, TERA = 1e9, 1e12
+
+
+class Timer(Protocol):
+    """Times calls that start work on the device."""
+
+    num_calls: int  # how often a call is made back to back
+
+    def seconds(self, call: Callable[[], object]) -> float:
+        """Of one call."""
+
+
+class GraphTimer(Timer):
+    """Times what is launched, without the host: several calls captured in one CUDA graph.
+
+    Args:
+        repeats: replays of which the median counts.
+    """
+
+    num_calls = 10
+
+    def __init__(self, repeats: int) -> None:
+        self._repeats = repeats
+
+    def seconds(self, call: Callable[[], object]) -> float:
+        side = torch.cuda.Stream()
+        side.wait_stream(torch.cuda.current_stream())
+        with torch.cuda.stream(side):
+            for _ in range(3):
+                call()
+        torch.cuda.synchronize()
+        graph = torch.cuda.CUDAGraph()
+        with torch.cuda.graph(graph):
+            for _ in range(self.num_calls):
+                call()
+        graph.replay()
+        times = []
+        for _ in range(self._repeats):
+            start, end = (torch.cuda.Event(enable_timing=True) for _ in range(2))
+            start.record()
+            graph.replay()
+            end.record()
+            end.synchronize()
+            times.append(start.elapsed_time(end) / 1e3 / self.num_calls)
+        return statistics.median(times)
+
+
+class OneCall(Timer):
+    """The dry run's: makes the call once, by the wall clock."""
+
+    num_calls = 1
+
+    def seconds(self, call: Callable[[], object]) -> float:
+        start = time.perf_counter()
+        call()
+        return time.perf_counter() - start
+
+
+@dataclass(frozen=True, slots=True)
+class Machine:
+    """What is measured; dtype is the models', float8 None where it has none."""
+
+    name: str
+    device: torch.device
+    target: Target
+    timer: Timer
+    dtype: torch.dtype
+    float8: torch.dtype | None
+    is_dry: bool
+
+    def free_bytes(self) -> int:
+        """Memory that is left on it."""
+        if self.is_dry:
+            return 1 << 40
+        torch.cuda.empty_cache()
+        return torch.cuda.mem_get_info(self.device)[0]
+
+
+@dataclass(frozen=True, slots=True)
+class Peaks:
+    """Measured: bytes moved a second (read plus written), operations a second."""
+
+    copy: float
+    matrix: float
+
+    def __str__(self) -> str:
+        return f"copy {self.copy / GIGA:.0f} GB/s, matrix {self.matrix / TERA:.0f} TFLOP/s"
+
+
+def gpu(repeats: int) -> Machine:
+    """The GPU that is here."""
+    device = torch.device("cuda", torch.cuda.current_device())
+    target = detect(device)
+    return Machine(
+        torch.cuda.get_device_name(device),
+        device,
+        target,
+        GraphTimer(repeats),
+        torch.bfloat16,
+        float8_type(target),
+        is_dry=False,
+    )
+
+
+def dry() -> Machine:
+    """A CPU in its place; the interpreter computes bfloat16 wrongly, so models are float32."""
+    return Machine(
+        "dry run",
+        torch.device("cpu"),
+        Target("sm90", 4),
+        OneCall(),
+        torch.float32,
+        torch.float8_e4m3fn,
+        is_dry=True,
+    )
+
+
+def measure_peaks(machine: Machine) -> Peaks:
+    """Copy bandwidth of a large copy, and the rate of a large product in the models' type."""
+    return Peaks(_copy_peak(machine), _matrix_peak(machine))
+
+
+def _copy_peak(machine: Machine) -> float:
+    # Larger than any cache, small enough for any GPU that serves models.
+    num_bytes = 1 << 10 if machine.is_dry else 2 << 30
+    source = torch.empty(num_bytes, dtype=torch.uint8, device=machine.device)
+    target = torch.empty_like(source)
+    return 2 * num_bytes / machine.timer.seconds(lambda: target.copy_(source))
+
+
+def _matrix_peak(machine: Machine) -> float:
+    size = 32 if machine.is_dry else 8192
+    left, right = (
+        torch.randn(size, size, dtype=machine.dtype, device=machine.device) for _ in range(2)
+    )
+    out = torch.empty_like(left)
+    return 2 * size**3 / machine.timer.seconds(lambda: torch.matmul(left, right, out=out))

@@ -1,0 +1,1 @@
+"""How a step's numbers reach a device and come back, and how launches are recorded."""

@@ -1,0 +1,67 @@
+"""Launches recorded once and repeated with one call: CUDA graphs.
+
+What is recorded reads and writes the same addresses each time it is repeated, and nothing of Python
+runs again.
+"""
+
+from collections.abc import Callable, Sequence
+from typing import Protocol
+
+import torch
+
+# Beyond this many tokens a step's kernels are long enough to hide their launches.
+_MAX_GRAPH_TOKENS = 512
+
+
+class StepGraph(Protocol):
+    """Recorded launches."""
+
+    def replay(self) -> None:
+        """Starts them all, in their order."""
+
+
+class GraphRecorder(Protocol):
+    """Records launches; what its graphs allocate while they run they share."""
+
+    def record(self, run: Callable[[], None]) -> StepGraph:
+        """Runs it, more than once, and keeps its launches."""
+
+
+class CudaGraphRecorder(GraphRecorder):
+    """Graphs of the CUDA (or ROCm) device that is current."""
+
+    def __init__(self) -> None:
+        self._pool = torch.cuda.graph_pool_handle()
+
+    def record(self, run: Callable[[], None]) -> StepGraph:
+        # Once outside: kernels are compiled and libraries set up, which a capture may not do.
+        stream = torch.cuda.Stream()  # type: ignore[no-untyped-call]
+        stream.wait_stream(torch.cuda.current_stream())
+        with torch.cuda.stream(stream):
+            run()
+        torch.cuda.current_stream().wait_stream(stream)
+        graph = torch.cuda.CUDAGraph()
+        with torch.cuda.graph(graph, pool=self._pool):
+            run()
+        return graph
+
+
+def default_sizes(max_num_tokens: int) -> tuple[int, ...]:
+    """Padded sizes of steps without chunks: close enough that padding costs little.
+
+    Args:
+        max_num_tokens: of such a step.
+    """
+    most = min(max_num_tokens, _MAX_GRAPH_TOKENS)
+    return checked_sizes((1, 2, 4, *range(8, most, 8), most), max_num_tokens)
+
+
+def checked_sizes(sizes: Sequence[int], max_num_tokens: int) -> tuple[int, ...]:
+    """Sizes in rising order, each once, without those that no step has.
+
+    Raises:
+        ValueError: a size is not positive.
+    """
+    if sizes and min(sizes) < 1:
+        raise ValueError(f"cuda-graph-sizes: must be at least 1, not {min(sizes)}")
+    return tuple(sorted({min(size, max_num_tokens) for size in sizes}))

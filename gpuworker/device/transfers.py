@@ -1,0 +1,77 @@
+"""Small copies between host and device that the host does not wait for."""
+
+from typing import Any, Protocol
+
+import numpy as np
+import torch
+from numpy.typing import NDArray
+
+
+class Event(Protocol):
+    """A point in a device's work."""
+
+    def query(self) -> bool:
+        """Whether the device has got there."""
+
+    def synchronize(self) -> None:
+        """Waits until it has; any thread may."""
+
+
+class Transfers(Protocol):
+    """Copies in the order of the device's work."""
+
+    def to_device(self, values: NDArray[Any]) -> torch.Tensor:
+        """A copy on the device; `values` may not change until the device has taken it."""
+
+    def to_host(self, values: torch.Tensor) -> torch.Tensor:
+        """A copy on the host, which counts once an event recorded later has passed.
+
+        `values` is a tensor of its own, into which nothing is written any more.
+        """
+
+    def mark(self) -> Event:
+        """The point after all that was started so far."""
+
+
+class HostTransfers(Transfers):
+    """Where the device is the CPU: nothing is copied, and everything is done at once."""
+
+    def to_device(self, values: NDArray[Any]) -> torch.Tensor:
+        return torch.from_numpy(values)
+
+    def to_host(self, values: torch.Tensor) -> torch.Tensor:
+        return values
+
+    def mark(self) -> Event:
+        return _Passed()
+
+
+class CudaTransfers(Transfers):
+    """Through pinned memory, on the current stream.
+
+    Torch keeps pinned memory that is freed until the copies from and to it are done.
+    """
+
+    def __init__(self, device: torch.device) -> None:
+        self._device = device
+
+    def to_device(self, values: NDArray[Any]) -> torch.Tensor:
+        pinned = torch.from_numpy(np.ascontiguousarray(values)).pin_memory()
+        return pinned.to(self._device, non_blocking=True)
+
+    def to_host(self, values: torch.Tensor) -> torch.Tensor:
+        pinned = torch.empty(values.shape, dtype=values.dtype, pin_memory=True)
+        return pinned.copy_(values, non_blocking=True)
+
+    def mark(self) -> Event:
+        event = torch.cuda.Event()  # type: ignore[no-untyped-call]
+        event.record()
+        return event
+
+
+class _Passed(Event):
+    def query(self) -> bool:
+        return True
+
+    def synchronize(self) -> None:
+        return

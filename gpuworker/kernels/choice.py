@@ -1,0 +1,22 @@
+"""Which passes between products a device runs."""
+
+import logging
+
+import torch
+
+from gpuworker.kernels.ops import Ops
+from gpuworker.kernels.twins import TorchOps
+
+logger = logging.getLogger(__name__)
+
+
+def ops_for(device: torch.device) -> Ops:
+    """Fused kernels on a GPU, torch elsewhere; triton is imported only where it is used."""
+    if device.type != "cuda":
+        return TorchOps()
+    try:
+        from gpuworker.kernels.fused import TritonOps
+    except ImportError as error:
+        logger.warning("norms, rotations and gates by torch, which is slower: %s", error)
+        return TorchOps()
+    return TritonOps()

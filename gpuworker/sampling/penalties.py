@@ -1,0 +1,78 @@
+"""Which tokens each row's prompt and output have, on the device, where the next step needs them.
+
+A step may be launched before the tokens of the last one are known on the host, so counts are kept
+where tokens are chosen. Rows without penalties are not kept up, and nothing is allocated before the
+first row that has some.
+"""
+
+import numpy as np
+import torch
+
+from gpuworker.core.plan import Int32Array, RowRequest
+from gpuworker.device.transfers import Transfers
+
+_MOST = int(np.iinfo(np.int16).max)
+
+
+class PenaltyState:
+    """Token counts of rows with penalties.
+
+    Args:
+        max_num_seqs: rows.
+        vocab_size: of the model.
+        device: where tokens are chosen.
+        transfers: the way there.
+    """
+
+    def __init__(
+        self, max_num_seqs: int, vocab_size: int, device: torch.device, transfers: Transfers
+    ) -> None:
+        self._max_num_seqs = max_num_seqs
+        self._vocab_size = vocab_size
+        self._device = device
+        self._transfers = transfers
+        # Kernels take tensors that they do not read, while there are no penalties.
+        self.output_counts = torch.zeros((1, 1), dtype=torch.int16, device=device)
+        self.prompt_bits = torch.zeros((1, 1), dtype=torch.int32, device=device)
+
+    @staticmethod
+    def num_bytes(max_num_seqs: int, vocab_size: int) -> int:
+        """Memory that it takes from the first penalty on."""
+        return max_num_seqs * (2 * vocab_size + 4 * _num_words(vocab_size))
+
+    def place(self, request: RowRequest) -> None:
+        """Counts the tokens of a request with penalties, new in its row."""
+        if len(self.output_counts) < self._max_num_seqs:
+            self._allocate()
+        prompt, output = np.split(request.token_ids, [request.num_prompt_tokens])
+        counts = np.bincount(output, minlength=self._vocab_size)
+        counts = np.minimum(counts, _MOST).astype(np.int16)
+        self.output_counts[request.row] = self._transfers.to_device(counts)
+        self.prompt_bits[request.row] = self._transfers.to_device(self._bits_of(prompt))
+
+    def count(self, rows: torch.Tensor, token_ids: torch.Tensor) -> None:
+        """Counts one more token of each row: [num_rows] int64 each, rows distinct."""
+        places = rows * self._vocab_size + token_ids
+        flat = self.output_counts.view(-1)
+        counts = flat.index_select(0, places).int().add_(1).clamp_(max=_MOST)
+        flat.index_copy_(0, places, counts.to(torch.int16))
+
+    def _allocate(self) -> None:
+        self.output_counts = torch.zeros(
+            (self._max_num_seqs, self._vocab_size), dtype=torch.int16, device=self._device
+        )
+        self.prompt_bits = torch.zeros(
+            (self._max_num_seqs, _num_words(self._vocab_size)),
+            dtype=torch.int32,
+            device=self._device,
+        )
+
+    def _bits_of(self, token_ids: Int32Array) -> Int32Array:
+        """A bit for each token of the vocabulary, lowest first."""
+        is_there = np.zeros(32 * _num_words(self._vocab_size), dtype=np.bool_)
+        is_there[token_ids] = True
+        return np.packbits(is_there, bitorder="little").view(np.int32)
+
+
+def _num_words(vocab_size: int) -> int:
+    return -(-vocab_size // 32)

@@ -1,0 +1,240 @@
+"""A step's integers on the device: tokens, places to sample, settings, drafts; one copy for all.
+
+Where each lies depends on the step's sizes alone, so that what a CUDA graph reads of steps of one
+size always has the same address.
+"""
+
+from dataclasses import dataclass
+from functools import lru_cache
+from typing import TypeVar
+
+import numpy as np
+import torch
+from numpy.typing import NDArray
+
+from gpuworker.core.input_batch import BatchLimits, FlatBatch
+from gpuworker.core.plan import Int32Array
+from gpuworker.core.request_slots import LONG_COLUMNS, WORD_COLUMNS, RequestSlots
+from gpuworker.device.staging import StagingRing
+from gpuworker.kernels.ops import Draws, Verification
+
+# Kernels are compiled for sections that begin at multiples of 16 bytes.
+_ALIGNED = 4
+# Behind the columns of the rows: drafts before a sample, and how many output tokens precede it.
+_NUM_WORDS = len(WORD_COLUMNS) + 2
+_NUM_LONGS = len(LONG_COLUMNS) + 1
+_NUM_VERIFICATION_COLUMNS = 3
+# Serving takes a few hundred sizes; views of each are made once.
+_NUM_KEPT_VIEWS = 1024
+
+_Array = TypeVar("_Array", Int32Array, torch.Tensor)
+
+
+@dataclass(frozen=True, slots=True)
+class StepSizes:
+    """What decides where a step's sections lie."""
+
+    num_padded_tokens: int
+    num_logits: int  # rows of hidden states that logits are made of, padding included
+    num_samples: int
+    num_verified: int = 0  # requests, when some have drafts to verify
+    num_drafts: int = 0
+
+
+@dataclass(frozen=True, slots=True)
+class SampleColumns:
+    """What choosing tokens needs; [num_samples] each unless said otherwise."""
+
+    rows: torch.Tensor  # int64, row of the persistent batch
+    slots: torch.Tensor  # int32, the same
+    temperature: torch.Tensor  # float32, 0 where the likeliest is taken
+    repetition: torch.Tensor  # float32
+    presence: torch.Tensor  # float32
+    frequency: torch.Tensor  # float32
+    draft_starts: torch.Tensor  # int32, set where there are drafts
+    draft_counts: torch.Tensor  # int32, likewise
+    draws: Draws
+    verification: Verification | None  # None where there are no drafts
+
+
+@dataclass(frozen=True, slots=True)
+class StepInputs:
+    """A step on the device, until the next one is sent."""
+
+    token_ids: torch.Tensor  # [num_padded_tokens] int32; negative where `core` says unknown
+    positions: torch.Tensor  # [num_padded_tokens] int32
+    logits_indices: torch.Tensor  # [num_logits] int32, set where not every token is sampled
+    samples: SampleColumns
+
+
+class InputStaging:
+    """Packs steps and sends them.
+
+    Args:
+        limits: of a step.
+        device: where the model is.
+    """
+
+    def __init__(self, limits: BatchLimits, device: torch.device) -> None:
+        # A step has no more places to sample, and drafts, than tokens; padding adds a third or 64.
+        most = max(limits.max_num_batched_tokens * 4 // 3, limits.max_num_batched_tokens + 64)
+        largest = StepSizes(most, most, most, limits.max_num_seqs, most)
+        self._ring = StagingRing(_sections(largest).end, device)
+        self._views = lru_cache(_NUM_KEPT_VIEWS)(self._make_views)
+
+    def send(self, batch: FlatBatch, slots: RequestSlots, sizes: StepSizes) -> StepInputs:
+        """Starts the copy of a step, which overwrites the last one in the device's order."""
+        places = _sections(sizes)
+        values = self._ring.reserve(places.end)
+        _fill(places.token_ids(values), batch.token_ids)
+        _fill(places.positions(values), batch.positions)
+        if batch.num_tokens != sizes.num_samples:
+            _fill(places.logits_indices(values), batch.logits_indices)
+        if sizes.num_samples:
+            _fill_samples(places, values, batch, slots)
+        if sizes.num_verified:
+            _fill_drafts(places, values, batch)
+        self._ring.send()
+        return self._views(sizes)
+
+    def at(self, sizes: StepSizes) -> StepInputs:
+        """Where steps of these sizes lie."""
+        return self._views(sizes)
+
+    def _make_views(self, sizes: StepSizes) -> StepInputs:
+        places, buffer = _sections(sizes), self._ring.device_buffer
+        words = places.words(buffer)
+        longs = places.longs(buffer).view(torch.int64)
+        floats, doubles = words.view(torch.float32), longs.view(torch.float64)
+
+        def column(table: torch.Tensor, name: str) -> torch.Tensor:
+            names = WORD_COLUMNS if name in WORD_COLUMNS else LONG_COLUMNS
+            return table[names.index(name), : sizes.num_samples]
+
+        verification = None
+        if sizes.num_verified:
+            starts, counts, firsts = places.verification(buffer)[:, : sizes.num_verified]
+            verification = Verification(
+                sample_starts=starts,
+                num_samples=counts,
+                draft_starts=firsts,
+                drafts=places.drafts(buffer),
+            )
+        samples = SampleColumns(
+            rows=column(longs, "row"),
+            slots=column(words, "slot"),
+            temperature=column(floats, "temperature"),
+            repetition=column(floats, "repetition_penalty"),
+            presence=column(floats, "presence_penalty"),
+            frequency=column(floats, "frequency_penalty"),
+            draft_starts=words[-2, : sizes.num_samples],
+            draft_counts=words[-1, : sizes.num_samples],
+            draws=Draws(
+                seeds=column(longs, "seed"),
+                positions=longs[-1, : sizes.num_samples],
+                top_k=column(words, "top_k"),
+                top_p=column(doubles, "top_p"),
+                min_p=column(doubles, "min_p"),
+                is_drawn=column(words, "is_drawn"),
+            ),
+            verification=verification,
+        )
+        return StepInputs(
+            places.token_ids(buffer),
+            places.positions(buffer),
+            places.logits_indices(buffer),
+            samples,
+        )
+
+
+@dataclass(frozen=True, slots=True)
+class _Sections:
+    """Where each section of a step begins, in 32-bit integers, and their views."""
+
+    sizes: StepSizes
+    starts: tuple[int, ...]
+    width: int  # columns of the samples' tables
+
+    @property
+    def end(self) -> int:
+        return self.starts[-1]
+
+    def token_ids(self, values: _Array) -> _Array:
+        return self._section(values, 0, self.sizes.num_padded_tokens)
+
+    def positions(self, values: _Array) -> _Array:
+        return self._section(values, 1, self.sizes.num_padded_tokens)
+
+    def logits_indices(self, values: _Array) -> _Array:
+        return self._section(values, 2, self.sizes.num_logits)
+
+    def words(self, values: _Array) -> _Array:
+        """[_NUM_WORDS, width]."""
+        return self._section(values, 3, _NUM_WORDS * self.width).reshape(_NUM_WORDS, -1)
+
+    def longs(self, values: _Array) -> _Array:
+        """[_NUM_LONGS, 2 * width], two integers each."""
+        return self._section(values, 4, 2 * _NUM_LONGS * self.width).reshape(_NUM_LONGS, -1)
+
+    def verification(self, values: _Array) -> _Array:
+        """[_NUM_VERIFICATION_COLUMNS, requests and padding]."""
+        size = _NUM_VERIFICATION_COLUMNS * _aligned(self.sizes.num_verified)
+        return self._section(values, 5, size).reshape(_NUM_VERIFICATION_COLUMNS, -1)
+
+    def drafts(self, values: _Array) -> _Array:
+        return self._section(values, 6, self.sizes.num_drafts)
+
+    def _section(self, values: _Array, number: int, size: int) -> _Array:
+        start = self.starts[number]
+        return values[start : start + size]
+
+
+@lru_cache(_NUM_KEPT_VIEWS)
+def _sections(sizes: StepSizes) -> _Sections:
+    width = max(_aligned(sizes.num_samples), _ALIGNED)  # torch cannot look at nothing as int64
+    lengths = (
+        _aligned(sizes.num_padded_tokens),
+        _aligned(sizes.num_padded_tokens),
+        _aligned(sizes.num_logits),
+        _NUM_WORDS * width,
+        2 * _NUM_LONGS * width,
+        _NUM_VERIFICATION_COLUMNS * _aligned(sizes.num_verified),
+        _aligned(sizes.num_drafts),
+    )
+    starts = np.cumsum((0, *lengths)).tolist()
+    return _Sections(sizes, tuple(starts), width)
+
+
+def _aligned(size: int) -> int:
+    return -(-size // _ALIGNED) * _ALIGNED
+
+
+def _fill(section: Int32Array, values: NDArray[np.integer]) -> None:
+    """Values, then zeros."""
+    section[: len(values)] = values
+    section[len(values) :] = 0
+
+
+def _fill_samples(
+    places: _Sections, values: Int32Array, batch: FlatBatch, slots: RequestSlots
+) -> None:
+    """The settings of the rows that sample, and how far each is."""
+    words, longs = places.words(values), places.longs(values).view(np.int64)
+    count = places.sizes.num_samples
+    # Rows were checked: clipping saves numpy a copy.
+    np.take(slots.words, batch.sample_rows, 1, words[: len(WORD_COLUMNS), :count], "clip")
+    np.take(slots.longs, batch.sample_rows, 1, longs[: len(LONG_COLUMNS), :count], "clip")
+    longs[-1, :count] = batch.sample_positions
+
+
+def _fill_drafts(places: _Sections, values: Int32Array, batch: FlatBatch) -> None:
+    """Which drafts precede each sample, and which samples each request has."""
+    words, verification = places.words(values), places.verification(values)
+    num_samples, num_drafts = batch.num_samples, batch.num_draft_tokens
+    starts = np.cumsum(num_samples) - num_samples
+    firsts = np.cumsum(num_drafts) - num_drafts
+    verification[:, : batch.num_reqs] = starts, num_samples, firsts
+    count = places.sizes.num_samples
+    words[-2, :count] = np.repeat(firsts, num_samples)
+    words[-1, :count] = np.arange(count) - np.repeat(starts, num_samples)
+    places.drafts(values)[:] = batch.draft_token_ids
