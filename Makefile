@@ -8,7 +8,7 @@ DEPENDENCIES := $(VENV)/.dependencies
 STAMP := $(VENV)/.installed
 
 .DEFAULT_GOAL := help
-.PHONY: help setup demo test test-kernels check-kernels bench bench-scheduler bench-control bench-gpu
+.PHONY: help setup demo test test-kernels check-kernels bench bench-scheduler bench-control bench-gpu bench-host
 .PHONY: bench-drafts
 .PHONY: check format protos docs lock clean
 
@@ -44,6 +44,9 @@ check-kernels: $(STAMP) ## Compile the GPU kernels for every target, no GPU need
 
 bench-gpu: $(STAMP) ## Measure kernels and whole models on the GPU that is here
 	@$(BIN)/python -m benchmarks.gpu $(ARGS)
+
+bench-host: $(STAMP) ## What a step costs the worker's Python, with its model stubbed
+	@$(BIN)/python -m benchmarks.host_time $(ARGS)
 
 bench: $(STAMP) ## Serve the small real model here and load it in three ways
 	@$(BIN)/python -m benchmarks.end_to_end $(ARGS)

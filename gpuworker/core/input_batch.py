@@ -6,11 +6,18 @@ plan that does not fit the rows is refused as a PlanError.
 """
 
 from dataclasses import dataclass
-from typing import NoReturn
 
 import numpy as np
 
-from gpuworker.core.plan import Int32Array, Int64Array, PlanError, RowRequest, StepPlan
+from gpuworker.core.plan import (
+    EMPTY_INT32,
+    Int32Array,
+    Int64Array,
+    PlanError,
+    RowRequest,
+    StepPlan,
+)
+from gpuworker.core.plan_checks import check_columns, what_is_wrong
 from gpuworker.core.request_slots import RequestSlots
 
 NULL_BLOCK = 0
@@ -103,6 +110,9 @@ class InputBatch:
         self.num_tokens: Int32Array = np.zeros(limits.max_num_seqs, dtype=np.int32)
         self.num_prompt_tokens: Int32Array = np.zeros(limits.max_num_seqs, dtype=np.int32)
         self._tenancies: Int32Array = np.zeros(limits.max_num_seqs, dtype=np.int32)
+        # Slices of these are parts of batches: nobody writes to them.
+        self._order: Int32Array = np.arange(limits.max_num_seqs + 1, dtype=np.int32)
+        self._zeros: Int32Array = np.zeros(limits.max_num_seqs, dtype=np.int32)
 
     def clear(self) -> None:
         """Empties every row."""
@@ -121,7 +131,10 @@ class InputBatch:
         for request in plan.row_requests:
             self._place(request)
         self._append_blocks(plan.appended_block_rows, plan.appended_block_ids)
-        num_draft_tokens = self._check_columns(plan)
+        self.slots.check_occupied(plan.rows, "rows")
+        num_draft_tokens = check_columns(
+            plan, self.limits.vocab_size, self.limits.max_num_batched_tokens
+        )
         self._check_rows(plan, num_draft_tokens)
         return self._gather(plan, num_draft_tokens)
 
@@ -196,54 +209,29 @@ class InputBatch:
             )
         if not len(rows):
             return
-        # A row may get several blocks: rank them within their row, in order.
-        order = np.argsort(rows, kind="stable")
-        distinct, counts = np.unique(rows, return_counts=True)
-        self.slots.check_occupied(distinct.astype(np.int32), "appended_block_rows")
+        self.slots.check_range(rows, "appended_block_rows")
         if block_ids.min() <= NULL_BLOCK or block_ids.max() >= self.limits.num_kv_blocks:
             raise PlanError(
                 f"appended_block_ids: blocks must be in [1, {self.limits.num_kv_blocks})"
             )
-        if (self._num_blocks[distinct] + counts > self._max_blocks).any():
+        if self.slots.are_distinct(rows):
+            self.slots.check_occupied(rows, "appended_block_rows")
+            columns = self._num_blocks[rows]
+            distinct, num_blocks = rows, columns + 1
+        else:
+            # A row gets several blocks: rank them within their row, in order.
+            order = np.argsort(rows, kind="stable")
+            rows, block_ids = rows[order], block_ids[order]
+            distinct, counts = np.unique(rows, return_counts=True)
+            self.slots.check_occupied(distinct, "appended_block_rows")
+            columns = self._num_blocks[rows] + _ranks(counts)
+            num_blocks = self._num_blocks[distinct] + counts.astype(np.int32)
+        if num_blocks.max() > self._max_blocks:
             raise PlanError(
                 f"appended_block_rows: a row would hold more than {self._max_blocks} blocks"
             )
-        sorted_rows = rows[order]
-        columns = self._num_blocks[sorted_rows] + _ranks(counts)
-        self._block_table[sorted_rows, columns] = block_ids[order]
-        self._num_blocks[distinct] += counts.astype(np.int32)
-
-    def _check_columns(self, plan: StepPlan) -> Int32Array:
-        """Checks lengths and signs; returns num_draft_tokens as [num_reqs]."""
-        num_reqs = plan.num_reqs
-        for name in ("num_computed_tokens", "num_scheduled_tokens"):
-            if len(getattr(plan, name)) != num_reqs:
-                raise PlanError(f"{name}: {len(getattr(plan, name))} values for {num_reqs} rows")
-        drafts = plan.num_draft_tokens
-        if not len(drafts):
-            drafts = np.zeros(num_reqs, dtype=np.int32)
-        if len(drafts) != num_reqs or drafts.sum() != len(plan.draft_token_ids):
-            raise PlanError(
-                f"num_draft_tokens: {len(drafts)} values summing to {int(drafts.sum())} for "
-                f"{num_reqs} rows and {len(plan.draft_token_ids)} draft_token_ids"
-            )
-        self.slots.check_occupied(plan.rows, "rows")
-        if not num_reqs:
-            return drafts
-        if plan.num_computed_tokens.min() < 0:
-            raise PlanError("num_computed_tokens: must be >= 0")
-        if (plan.num_scheduled_tokens <= drafts).any() or drafts.min() < 0:
-            raise PlanError("num_scheduled_tokens: must exceed num_draft_tokens, which is >= 0")
-        ids = plan.draft_token_ids
-        if len(ids) and (ids.min() < -1 or ids.max() >= self.limits.vocab_size):
-            raise PlanError(f"draft_token_ids: must be in [-1, {self.limits.vocab_size})")
-        total = int(plan.num_scheduled_tokens.sum())
-        if total > self.limits.max_num_batched_tokens:
-            raise PlanError(
-                f"num_scheduled_tokens: {total} in all, at most max_num_batched_tokens "
-                f"{self.limits.max_num_batched_tokens}"
-            )
-        return drafts
+        self._block_table[rows, columns] = block_ids
+        self._num_blocks[distinct] = num_blocks
 
     def _check_rows(self, plan: StepPlan, num_draft_tokens: Int32Array) -> None:
         """Checks the plan against what the rows hold."""
@@ -259,30 +247,56 @@ class InputBatch:
             is_bad |= (num_draft_tokens > 0) & (known != num_tokens)
         if is_bad.any():
             i = int(np.flatnonzero(is_bad)[0])
-            self._refuse_row(plan, i, int(num_draft_tokens[i]))
-
-    def _refuse_row(self, plan: StepPlan, i: int, num_drafts: int) -> NoReturn:
-        """Says what is wrong with the i-th row of a plan."""
-        row = int(plan.rows[i])
-        computed = int(plan.num_computed_tokens[i])
-        scheduled = int(plan.num_scheduled_tokens[i])
-        num_tokens, num_blocks = int(self.num_tokens[row]), int(self._num_blocks[row])
-        end = computed + scheduled
-        if end - num_drafts > num_tokens:
-            what = "is scheduled past the tokens it has"
-        elif end > self.limits.max_model_len:
-            what = "is scheduled past max_model_len"
-        elif end > num_blocks * self.limits.block_size:
-            what = "has too few KV blocks for its tokens"
-        else:
-            what = "has drafts before its last token is computed"
-        raise PlanError(
-            f"rows: row {row} ({self.slots.request_ids[row]!r}) {what}: {computed} computed + "
-            f"{scheduled} scheduled, {num_drafts} of them drafts; it has {num_tokens} tokens and "
-            f"{num_blocks} blocks"
-        )
+            row = int(rows[i])
+            raise PlanError(
+                what_is_wrong(
+                    plan,
+                    i,
+                    f"row {row} ({self.slots.request_ids[row]!r})",
+                    num_drafts=int(num_draft_tokens[i]),
+                    num_tokens=int(num_tokens[i]),
+                    num_blocks=int(self._num_blocks[row]),
+                    max_model_len=self.limits.max_model_len,
+                )
+            )
 
     def _gather(self, plan: StepPlan, num_draft_tokens: Int32Array) -> FlatBatch:
+        seq_lens = plan.num_computed_tokens + plan.num_scheduled_tokens
+        if not len(plan.draft_token_ids) and _is_all_ones(plan.num_scheduled_tokens):
+            num_tokens = self.num_tokens[plan.rows]
+            if (seq_lens == num_tokens).all():
+                return self._gather_decodes(plan, seq_lens)
+        return self._gather_any(plan, num_draft_tokens)
+
+    def _gather_decodes(self, plan: StepPlan, seq_lens: Int32Array) -> FlatBatch:
+        """The batch of a step in which every row has one token and samples the next."""
+        rows, positions = plan.rows, plan.num_computed_tokens
+        block_size, num_reqs = self.limits.block_size, len(rows)
+        blocks, offsets = positions // block_size, positions % block_size
+        slot_mapping = self._block_table[rows, blocks].astype(np.int64) * block_size + offsets
+        max_blocks = int(self._num_blocks[rows].max()) if num_reqs else 0
+        return FlatBatch(
+            step_id=plan.step_id,
+            rows=rows,
+            query_start_loc=self._order[: num_reqs + 1],
+            seq_lens=seq_lens,
+            token_ids=self.token_ids[rows, positions],
+            positions=positions.astype(np.int64),
+            slot_mapping=slot_mapping,
+            block_table=self._block_table[rows, :max_blocks],
+            num_samples=plan.num_scheduled_tokens,
+            logits_indices=self._order[:num_reqs].astype(np.int64),
+            sample_rows=rows,
+            sample_positions=(seq_lens - self.num_prompt_tokens[rows]).astype(np.int64),
+            sample_num_tokens=seq_lens.astype(np.int64),
+            num_draft_tokens=self._zeros[:num_reqs],
+            draft_token_ids=EMPTY_INT32,
+            prompt_indices=_EMPTY_INT64,
+            prompt_rows=EMPTY_INT32,
+            prompt_target_ids=_EMPTY_INT64,
+        )
+
+    def _gather_any(self, plan: StepPlan, num_draft_tokens: Int32Array) -> FlatBatch:
         rows, scheduled, computed = plan.rows, plan.num_scheduled_tokens, plan.num_computed_tokens
         num_tokens = self.num_tokens[rows]
         self._write_drafts(rows, num_tokens, num_draft_tokens, plan.draft_token_ids)

@@ -67,6 +67,8 @@ class RequestSlots:
         self.max_num_seqs = max_num_seqs
         self._vocab_size = vocab_size
         self._eos_token_ids = eos_token_ids
+        self._order: Int32Array = np.arange(max_num_seqs, dtype=np.int32)
+        self._last_place: Int32Array = np.zeros(max_num_seqs, dtype=np.int32)
         self.is_occupied: BoolArray = np.zeros(max_num_seqs, dtype=np.bool_)
         self.request_ids: list[str] = [""] * max_num_seqs
         # [len(WORD_COLUMNS), max_num_seqs] and [len(LONG_COLUMNS), max_num_seqs]; floats as bits.
@@ -137,6 +139,24 @@ class RequestSlots:
         self.stop_token_ids_by_row.clear()
         self.bad_words_by_row.clear()
 
+    def check_range(self, rows: Int32Array, field: str) -> None:
+        """Checks that rows, of which there are some, are in range.
+
+        Raises:
+            PlanError: naming the field.
+        """
+        if rows.min() < 0 or rows.max() >= self.max_num_seqs:
+            raise PlanError(f"{field}: rows must be in [0, {self.max_num_seqs})")
+
+    def are_distinct(self, rows: Int32Array) -> bool:
+        """Whether no row appears twice; all are in range."""
+        if len(rows) > self.max_num_seqs:
+            return False
+        # The last of equal rows is what stays; cheaper than sorting or hashing them.
+        order = self._order[: len(rows)]
+        self._last_place[rows] = order
+        return bool((self._last_place[rows] == order).all())
+
     def check_occupied(self, rows: Int32Array, field: str) -> None:
         """Checks that rows are in range, distinct and occupied.
 
@@ -145,9 +165,8 @@ class RequestSlots:
         """
         if not len(rows):
             return
-        if rows.min() < 0 or rows.max() >= self.max_num_seqs:
-            raise PlanError(f"{field}: rows must be in [0, {self.max_num_seqs})")
-        if len(np.unique(rows)) != len(rows):
+        self.check_range(rows, field)
+        if not self.are_distinct(rows):
             raise PlanError(f"{field}: a row appears twice")
         occupied = self.is_occupied[rows]
         if not occupied.all():

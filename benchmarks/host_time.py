@@ -1,0 +1,214 @@
+"""What a step costs the worker's Python, from a plan's message to its launch.
+
+    python -m benchmarks.host_time [--num-seqs 256] [--steps 2000] [--json FILE]
+
+Rows, work lists of attention, packing and the sampler's bookkeeping are real; the model is a graph
+that does nothing, and the kernels do nothing. So it runs without a GPU: what a GPU adds are some
+dozen launches behind the graph's, while the device is at work.
+
+parse is from the message to columns, prepare from there to the graph's replay; their sum is what
+the device would wait for. rest is what `launch` does behind it, finish reads the tokens.
+"""
+
+import json
+import time
+from collections.abc import Callable, Iterator
+from pathlib import Path
+from typing import Any
+
+import click
+import numpy as np
+import torch
+
+from gpuworker.attention.interface import KvShape
+from gpuworker.attention.triton.backend import AttentionSetup, TritonAttention
+from gpuworker.attention.triton.configs import Target
+from gpuworker.core.input_batch import BatchLimits
+from gpuworker.core.plan import StepPlan, StepResult
+from gpuworker.device.graphs import default_sizes
+from gpuworker.device.transfers import HostTransfers
+from gpuworker.forward import Forward
+from gpuworker.rpc import wire
+from gpuworker.runner import ModelRunner
+from gpuworker.sampling.sampler import Sampler
+from gpuworker.step_inputs import InputStaging
+from headrace.service.columns import pack_int32
+from headrace.v1 import common_pb2, gpuworker_pb2
+
+GOAL_US = 150
+CPU = torch.device("cpu")
+BLOCK_SIZE = 64
+# Tensors are as small as can be: their arithmetic would be the device's.
+VOCAB_SIZE = 64
+# What work lists are cut for.
+GPU = Target("sm90", 132)
+_PARTS = ("parse", "prepare", "parse + prepare", "rest", "finish", "all")
+
+
+class StubModel:
+    """A decoder, a recorder of graphs and the graphs: notes when one is replayed."""
+
+    def __init__(self) -> None:
+        self.device = CPU
+        self.config = type("Config", (), {"vocab_size": VOCAB_SIZE})
+        self.replayed_s = 0.0
+
+    def forward(self, token_ids: torch.Tensor, *_: Any) -> torch.Tensor:
+        return torch.zeros(len(token_ids), 1)
+
+    def logits(self, hidden: torch.Tensor) -> torch.Tensor:
+        return torch.zeros(len(hidden), VOCAB_SIZE)
+
+    def record(self, run: Callable[[], None]) -> "StubModel":
+        run()
+        return self
+
+    def replay(self) -> None:
+        self.replayed_s = time.perf_counter()
+
+
+class StubOps:
+    """Kernels that take no time and always choose token 1."""
+
+    def __init__(self, max_num_samples: int) -> None:
+        self._tokens = torch.ones(max_num_samples, dtype=torch.int32)
+
+    def edit_logits(self, *_: Any) -> None:
+        return
+
+    def adjust_logits(self, *_: Any) -> None:
+        return
+
+    def sample(self, scaled: torch.Tensor, _draws: Any) -> torch.Tensor:
+        return self._tokens[: len(scaled)]
+
+
+def make_runner(num_seqs: int, model: StubModel) -> ModelRunner:
+    """A worker's runner over the stub."""
+    limits = BatchLimits(
+        max_num_seqs=num_seqs,
+        max_model_len=8192,
+        max_num_batched_tokens=8192,
+        block_size=BLOCK_SIZE,
+        num_kv_blocks=num_seqs * 8192 // BLOCK_SIZE + 1,
+        vocab_size=VOCAB_SIZE,
+    )
+    setup = AttentionSetup(
+        shape=KvShape(limits.num_kv_blocks, BLOCK_SIZE, 8, 128),
+        num_heads=32,
+        kv_dtype=torch.bfloat16,
+        windows=(None,),
+        max_num_seqs=num_seqs,
+        max_num_batched_tokens=limits.max_num_batched_tokens,
+        max_model_len=limits.max_model_len,
+    )
+    transfers = HostTransfers()
+    ops: Any = StubOps(limits.max_num_batched_tokens)
+    decoder: Any = model
+    sampler = Sampler(ops, limits, CPU, transfers)
+    forward = Forward(
+        decoder,
+        TritonAttention(setup, GPU, CPU),
+        (),
+        InputStaging(limits, CPU),
+        sampler.last_tokens,
+    )
+    recorder: Any = model
+    forward.capture(default_sizes(num_seqs), recorder, lambda _done, _of: None)
+    return ModelRunner(forward, sampler, transfers, limits, clock=time.perf_counter)
+
+
+def messages(num_seqs: int, num_steps: int) -> Iterator[gpuworker_pb2.StepPlan]:
+    """Prompts, one a step, then decodes of all rows; a row gets a block at each boundary."""
+    rng = np.random.default_rng(0)
+    lengths = rng.integers(500, 1500, num_seqs).astype(np.int32)
+    free = iter(range(1, 1 << 30))
+    held = np.zeros(num_seqs, dtype=np.int32)
+    one = np.ones(num_seqs, dtype=np.int32)
+    for row, length in enumerate(lengths.tolist()):
+        held[row] = -(-length // BLOCK_SIZE)
+        sampling = common_pb2.SamplingParams(temperature=0.8, top_p=0.95, seed=row)
+        yield gpuworker_pb2.StepPlan(
+            step_id=row,
+            row_requests=[
+                gpuworker_pb2.RowRequest(
+                    row=row,
+                    token_ids=pack_int32(np.ones(length, dtype=np.int32)),
+                    num_prompt_tokens=length,
+                    sampling=sampling,
+                )
+            ],
+            appended_block_rows=pack_int32(np.full(held[row], row, dtype=np.int32)),
+            appended_block_ids=pack_int32(_taken(free, held[row])),
+            rows=pack_int32(np.array([row], dtype=np.int32)),
+            # The stub runs no prefill: all but the last token are there.
+            num_computed_tokens=pack_int32(np.array([length - 1], dtype=np.int32)),
+            num_scheduled_tokens=pack_int32(one[:1]),
+        )
+    rows = np.arange(num_seqs, dtype=np.int32)
+    for step in range(num_steps):
+        computed = lengths + step
+        grown = np.flatnonzero(computed + 1 > held * BLOCK_SIZE).astype(np.int32)
+        held[grown] += 1
+        yield gpuworker_pb2.StepPlan(
+            step_id=num_seqs + step,
+            appended_block_rows=pack_int32(grown),
+            appended_block_ids=pack_int32(_taken(free, len(grown))),
+            rows=pack_int32(rows),
+            num_computed_tokens=pack_int32(computed),
+            num_scheduled_tokens=pack_int32(one),
+        )
+
+
+def _taken(free: Iterator[int], count: int) -> np.ndarray:
+    return np.array([next(free) for _ in range(count)], dtype=np.int32)
+
+
+def measure(num_seqs: int, num_steps: int) -> dict[str, np.ndarray]:
+    """Microseconds of each step's parts, one step ahead as a GPU worker has it."""
+    model = StubModel()
+    runner = make_runner(num_seqs, model)
+    clock = time.perf_counter
+    times: list[tuple[float, ...]] = []
+    pending = None
+    for message in messages(num_seqs, num_steps):
+        received = clock()
+        plan: StepPlan = wire.step_plan(message)
+        parsed = clock()
+        step = runner.launch(plan)
+        launched = clock()
+        if pending is not None:
+            result: StepResult = pending.finish()
+            assert not result.errors
+        finished = clock()
+        pending = step
+        parts = (parsed - received, model.replayed_s - parsed, launched - model.replayed_s)
+        times.append((*parts, finished - launched))
+    # The first decodes make what the others find.
+    table = np.array(times[num_seqs + num_steps // 10 :]).T * 1e6
+    parse, prepare, rest, finish = table
+    columns = (parse, prepare, parse + prepare, rest, finish, table.sum(0))
+    return dict(zip(_PARTS, columns, strict=True))
+
+
+@click.command()
+@click.option("--num-seqs", default=256, help="Decodes in a step.", show_default=True)
+@click.option("--steps", default=2000, help="How many are measured.", show_default=True)
+@click.option("--json", "json_file", type=click.Path(path_type=Path), help="Write figures there.")
+def main(num_seqs: int, steps: int, json_file: Path | None) -> None:
+    """Measure the worker's host time per step."""
+    torch.set_num_threads(1)
+    figures = {}
+    print(f"{num_seqs} decodes, microseconds{'p50':>18}{'p90':>8}{'p99':>8}")
+    for name, values in measure(num_seqs, steps).items():
+        figures[name] = dict(
+            zip(("p50", "p90", "p99"), np.percentile(values, (50, 90, 99)).tolist(), strict=True)
+        )
+        print(f"  {name:<30}" + "".join(f"{value:>8.0f}" for value in figures[name].values()))
+    print(f"  goal of parse + prepare: {GOAL_US}")
+    if json_file is not None:
+        json_file.write_text(json.dumps({"num_seqs": num_seqs, "us": figures}), encoding="utf-8")
+
+
+if __name__ == "__main__":
+    main()
