@@ -13,7 +13,7 @@ import grpc.aio
 
 from benchmarks.instant_worker import stamp
 from headrace.service.process import ProcessConfig, run, write_address
-from headrace.service.serving import wait_for_signal
+from headrace.service.serving import stop_asked
 from headrace.v1 import common_pb2, inference_pb2, inference_pb2_grpc
 
 
@@ -57,9 +57,10 @@ async def serve(step_s: float, process: ProcessConfig) -> None:
     inference_pb2_grpc.add_InferenceServicer_to_server(service, server)
     port = server.add_insecure_port("127.0.0.1:0")
     await server.start()
+    stop = stop_asked()
     write_address(process, f"127.0.0.1:{port}")
     steps = asyncio.create_task(service.run())
-    await wait_for_signal()
+    await stop.wait()
     steps.cancel()
     await server.stop(0)
 

@@ -38,8 +38,8 @@ class Deployment:
         name = module.rpartition(".")[2]
         file = self._folder / f"{name}.address"
         command = [sys.executable, "-m", module, "--address-file", str(file), *flags]
-        log = (self._folder / f"{name}.log").open("wb")
-        self._children.append(subprocess.Popen(tied_to_us(command), stderr=log))
+        with (self._folder / f"{name}.log").open("wb") as log:
+            self._children.append(subprocess.Popen(tied_to_us(command), stderr=log))
         self.processes[name] = psutil.Process(self._children[-1].pid)
         deadline = time.monotonic() + 60
         while not file.exists():
@@ -92,7 +92,11 @@ class Deployment:
 
 @asynccontextmanager
 async def deployment(
-    step_ms: float = 0.0, num_workers: int = 1, *, has_store: bool = False
+    step_ms: float = 0.0,
+    num_workers: int = 1,
+    *,
+    num_kv_blocks: int = 200_000,
+    has_store: bool = False,
 ) -> AsyncIterator[Deployment]:
     """Everything started, and a model ready."""
     async with AsyncExitStack() as stack:
@@ -106,7 +110,7 @@ async def deployment(
         stack.push_async_callback(ours.stop)
         workers = ours.start(
             *("benchmarks.instant_worker", "--step-ms", str(step_ms)),
-            *("--num-workers", str(num_workers)),
+            *("--num-workers", str(num_workers), "--num-kv-blocks", str(num_kv_blocks)),
         )
         worker_flags = [flag for one in workers.split(",") for flag in ("--worker", one)]
         scheduler = ours.start("scheduler", *worker_flags, *store_flags)

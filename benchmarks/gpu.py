@@ -22,6 +22,12 @@ import torch
 from benchmarks import gpu_machine, kernels, whole_model
 from benchmarks.gpu_machine import Machine, Peaks
 from benchmarks.tables import Table
+from gpuworker.attention.flashinfer import (
+    FlashInferAttention,
+    FlashInferSetup,
+    FlashInferUnavailableError,
+    load,
+)
 from gpuworker.attention.interface import AttentionBackend
 from gpuworker.attention.triton.backend import AttentionSetup
 
@@ -54,7 +60,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
 
 def _tables(machine: Machine, peaks: Peaks, only: str | None) -> Iterator[Table]:
     if only != "models":
-        peer = flashinfer()
+        peer = None if machine.is_dry else flashinfer()
         several = kernels.TINY_HEADS if machine.is_dry else kernels.FULL_HEADS
         for heads in several:
             yield from kernels.attention_tables(machine, peaks, heads, machine.dtype, peer)
@@ -68,7 +74,16 @@ def _tables(machine: Machine, peaks: Peaks, only: str | None) -> Iterator[Table]
 
 def flashinfer() -> Callable[[AttentionSetup, Machine], AttentionBackend] | None:
     """Makes FlashInfer's attention, where it is installed."""
-    return None
+    try:
+        library = load()
+    except FlashInferUnavailableError:
+        return None
+
+    def make(setup: AttentionSetup, machine: Machine) -> AttentionBackend:
+        of_model = FlashInferSetup(setup.shape, setup.num_heads, machine.dtype, setup.kv_dtype)
+        return FlashInferAttention(of_model, machine.device, library)
+
+    return make
 
 
 def _write(folder: Path, name: str, peaks: Peaks, tables: list[Table]) -> None:

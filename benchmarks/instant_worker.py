@@ -63,9 +63,12 @@ class Rows:
 class InstantWorker(gpuworker_pb2_grpc.GpuWorkerServicer):
     """headrace.v1.GpuWorker."""
 
-    def __init__(self, worker_id: str, step_s: float, offset_s: float) -> None:
+    def __init__(
+        self, worker_id: str, num_kv_blocks: int, *, step_s: float, offset_s: float
+    ) -> None:
         """Steps end at multiples of step_s, and offset_s."""
         self._worker_id = worker_id
+        self._num_kv_blocks = num_kv_blocks
         self._step_s = step_s
         self._offset_s = offset_s
         self._incarnation = uuid.uuid4().hex
@@ -81,7 +84,7 @@ class InstantWorker(gpuworker_pb2_grpc.GpuWorkerServicer):
                 state=common_pb2.WORKER_STATE_READY,
                 max_model_len=131_072,
                 block_size=16,
-                num_kv_blocks=200_000,
+                num_kv_blocks=self._num_kv_blocks,
                 max_num_seqs=MAX_NUM_SEQS,
                 vocab_size=VOCAB_SIZE,
                 max_num_batched_tokens=65_536,
@@ -102,11 +105,14 @@ class InstantWorker(gpuworker_pb2_grpc.GpuWorkerServicer):
             yield rows.step(plan)
 
 
-async def serve(step_s: float, num_workers: int, process: ProcessConfig) -> None:
+async def serve(
+    step_s: float, num_workers: int, num_kv_blocks: int, process: ProcessConfig
+) -> None:
     servers = []
     for number in range(num_workers):
         server = GrpcServer(ServingConfig(), ["headrace.v1.GpuWorker"])
-        worker = InstantWorker(f"instant-{number}", step_s, step_s * number / num_workers)
+        offset_s = step_s * number / num_workers
+        worker = InstantWorker(f"instant-{number}", num_kv_blocks, step_s=step_s, offset_s=offset_s)
         gpuworker_pb2_grpc.add_GpuWorkerServicer_to_server(worker, server.server)
         servers.append(server)
     addresses = [await server.start() for server in servers]
@@ -122,11 +128,12 @@ async def serve(step_s: float, num_workers: int, process: ProcessConfig) -> None
 @click.command()
 @click.option("--step-ms", default=0.0, help="How long a step takes.")
 @click.option("--num-workers", default=1, help="Each with a port of its own.")
+@click.option("--num-kv-blocks", default=200_000, help="Of each.")
 @click.option("--address-file", required=True)
-def main(step_ms: float, num_workers: int, address_file: str) -> None:
+def main(step_ms: float, num_workers: int, num_kv_blocks: int, address_file: str) -> None:
     """Answer plans until SIGTERM; the file gets the addresses, with commas between them."""
     process = ProcessConfig(address_file=address_file)
-    run("instant_worker", process, serve(step_ms / 1000, num_workers, process))
+    run("instant_worker", process, serve(step_ms / 1000, num_workers, num_kv_blocks, process))
 
 
 if __name__ == "__main__":

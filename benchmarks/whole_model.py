@@ -10,6 +10,7 @@ import statistics
 import subprocess
 import sys
 import time
+from collections import deque
 from dataclasses import asdict, dataclass
 from typing import Any
 
@@ -23,7 +24,7 @@ from gpuworker.config import KvCacheSettings, WorkerSettings
 from gpuworker.core.plan import Int32Array, RowRequest, SamplingSettings, StepPlan
 from gpuworker.engine import engine_of
 from gpuworker.kv_pool import KvPoolError
-from gpuworker.runner import ModelRunner
+from gpuworker.runner import ModelRunner, PendingStep
 
 _PEERS = ("vllm", "transformers")
 _NOT_INSTALLED = 3
@@ -144,9 +145,12 @@ def ours(task: Task) -> Speeds:
         max_num_seqs=max(task.batches),
     )
     kv_cache = KvCacheSettings(block_size=BLOCK_SIZE)
-    runner = engine_of(
-        source, settings, kv_cache, loading=_no_progress, capturing=_no_progress
-    ).runner
+
+    def nobody(_done: int, _all: int) -> None:
+        """Progress is not shown."""
+
+    engine = engine_of(source, settings, kv_cache, loading=nobody, capturing=nobody)
+    runner = engine.runner
     # The first requests of a size meet what is made once.
     Requests(runner, task, 1).prefill()
     prefill = statistics.median(Requests(runner, task, 1).prefill() for _ in range(3))
@@ -156,12 +160,8 @@ def ours(task: Task) -> Speeds:
             continue
         requests = Requests(runner, task, num_reqs)
         requests.prefill()
-        decode[num_reqs] = requests.decode()
+        decode[num_reqs] = requests.decode(engine.pipeline_depth)
     return Speeds(prefill, decode)
-
-
-def _no_progress(_done: int, _all: int) -> None:
-    """What is quick need not be told."""
 
 
 def blocks_of(task: Task) -> int:
@@ -188,20 +188,26 @@ class Requests:
         for row in self._rows:
             for done in range(0, length, limit):
                 count = min(limit, length - done)
-                self._step(np.array([row], np.int32), done, count, **placed)
+                self._start(np.array([row], np.int32), done, count, **placed).finish()
                 placed = {}
         return len(self._rows) * length / (time.perf_counter() - start)
 
-    def decode(self) -> float:
-        """One token of every request a step: tokens a second, by the median step."""
-        times = []
-        for i in range(self._task.num_decodes):
-            start = time.perf_counter()
-            self._step(self._rows, self._task.num_prompt_tokens + i, 1)
-            times.append(time.perf_counter() - start)
-        return len(self._rows) / statistics.median(times)
+    def decode(self, pipeline_depth: int) -> float:
+        """One token of every request a step: tokens a second, by the median step.
 
-    def _step(self, rows: Int32Array, num_computed: int, count: int, **placed: Any) -> None:
+        pipeline_depth: steps on their way at a time, as a scheduler would have.
+        """
+        ends, pending = [time.perf_counter()], deque[PendingStep]()
+        for i in range(self._task.num_decodes):
+            pending.append(self._start(self._rows, self._task.num_prompt_tokens + i, 1))
+            if len(pending) == pipeline_depth:
+                pending.popleft().finish()
+                ends.append(time.perf_counter())
+        for step in pending:
+            step.finish()
+        return len(self._rows) / statistics.median(np.diff(ends))
+
+    def _start(self, rows: Int32Array, num_computed: int, count: int, **placed: Any) -> PendingStep:
         every = np.ones_like(rows)
         plan = StepPlan(
             step_id=self._num_steps,
@@ -211,7 +217,7 @@ class Requests:
             **placed,
         )
         self._num_steps += 1
-        self._runner.execute(plan)
+        return self._runner.launch(plan)
 
     def _placed(self) -> dict[str, Any]:
         """Columns that place all requests, with every block that they will need."""

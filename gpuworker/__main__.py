@@ -16,7 +16,7 @@ import msgspec
 from gpuworker.config import KvCacheSettings, WorkerSettings
 from headrace.service import config, telemetry
 from headrace.service.model_files import ModelFilesError, resolve
-from headrace.service.process import ProcessConfig, run, write_address
+from headrace.service.process import ProcessConfig, keep_for_good, run, write_address
 from headrace.service.serving import GrpcServer, ServingConfig, stop_asked
 
 logger = logging.getLogger("gpuworker")
@@ -89,6 +89,7 @@ async def serve(
         if loading.done():
             is_thread_busy = False
             service.set_engine(loading.result())
+            keep_for_good()
             await server.set_serving(True)
             await stopping
             await server.set_serving(False)

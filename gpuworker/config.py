@@ -39,8 +39,11 @@ class WorkerSettings(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
         int, help_text("Drafts by prompt lookup for each request and step; 0 is off.", ge=0)
     ] = 0
     attention: Annotated[
-        Literal["auto", "native", "triton", "torch"],
-        help_text("native is compiled for this CPU, triton is for GPUs, torch runs anywhere."),
+        Literal["auto", "native", "triton", "flashinfer", "torch"],
+        help_text(
+            "native is compiled for this CPU, triton and flashinfer (to be installed) are for "
+            "GPUs, torch runs anywhere."
+        ),
     ] = "auto"
     enforce_eager: Annotated[
         bool, help_text("Launch every kernel by itself on a GPU, without CUDA graphs.")

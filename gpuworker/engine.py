@@ -9,7 +9,13 @@ from pathlib import Path
 import torch
 
 from gpuworker import kv_pool, memory_profile
+from gpuworker.attention import flashinfer
 from gpuworker.attention.cpu import TorchAttention
+from gpuworker.attention.flashinfer import (
+    FlashInferAttention,
+    FlashInferSetup,
+    FlashInferUnavailableError,
+)
 from gpuworker.attention.interface import AttentionBackend, LayerKv
 from gpuworker.attention.native import NativeAttention
 from gpuworker.attention.native_library import NativeUnavailableError
@@ -37,6 +43,10 @@ from gpuworker.step_inputs import InputStaging
 
 logger = logging.getLogger(__name__)
 
+# The first is the best where it runs.
+_ATTENTION_BY_DEVICE = {"cpu": ("native", "torch"), "cuda": ("triton", "flashinfer", "torch")}
+# Those that prepare a step on the host alone and in fixed places.
+_CAPTURABLE_ATTENTION = {"auto", "triton"}
 _DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16, "float16": torch.float16}
 
 
@@ -236,17 +246,20 @@ def attention_backend(
     """
     device, dtype = place
     shape = kv_pool.kv_shape(config, limits.num_kv_blocks, limits.block_size)
-    best = "native" if device.type == "cpu" else "triton"
-    if name not in {"auto", "torch", best}:
+    best, *others = _ATTENTION_BY_DEVICE[device.type]
+    if name not in {"auto", best, *others}:
         raise ValueError(f"attention {name}: does not run on {device.type}")
     if name == "torch":
         return TorchAttention(shape, config.attention.num_heads, device)
     try:
+        if name == "flashinfer":
+            setup = FlashInferSetup(shape, config.attention.num_heads, dtype, kv_dtype)
+            return FlashInferAttention(setup, device, flashinfer.load())
         if best == "native":
             return NativeAttention(shape, config.attention.num_heads, dtype, kv_dtype)
         return _triton_attention(limits, config, device, kv_dtype)
-    except (NativeUnavailableError, ImportError) as error:
-        if name == best:
+    except (NativeUnavailableError, FlashInferUnavailableError, ImportError) as error:
+        if name != "auto":
             raise ValueError(f"attention {name}: {error}") from error
         logger.warning("attention by torch, which is slower: %s", error)
         return TorchAttention(shape, config.attention.num_heads, device)
@@ -297,7 +310,8 @@ def _graph_sizes(
     settings: WorkerSettings, limits: BatchLimits, parts: DeviceParts
 ) -> tuple[int, ...]:
     """Padded sizes of steps to capture; none where there are no graphs."""
-    if settings.enforce_eager or parts.make_recorder is None:
+    can_capture = settings.attention in _CAPTURABLE_ATTENTION
+    if settings.enforce_eager or parts.make_recorder is None or not can_capture:
         return ()
     most = limits.max_num_seqs * (1 + settings.num_spec_tokens)
     most = min(most, limits.max_num_batched_tokens)

@@ -6,7 +6,6 @@ without workers says UNAVAILABLE itself, with a RetryInfo, and ListModels tells 
 
 import asyncio
 import contextlib
-import gc
 import logging
 import os
 import platform
@@ -19,7 +18,7 @@ import click
 from headrace.service import config, telemetry
 from headrace.service.channels import ChannelConfig, open_channel
 from headrace.service.model_files import ModelFilesError, resolve
-from headrace.service.process import ProcessConfig, run, write_address
+from headrace.service.process import ProcessConfig, keep_for_good, run, write_address
 from headrace.service.serving import GrpcServer, ServingConfig, stop_asked
 from headrace.status.states import Writer
 from headrace.status.store import StatusStore
@@ -112,9 +111,7 @@ async def serve(
         )
         server = GrpcServer(serving, [FULL_NAME], traces.server_interceptors)
         InferenceServicer(services).add_to(server.server)
-        # The vocabulary is hundreds of thousands of objects that live as long as we do.
-        gc.collect()
-        gc.freeze()
+        keep_for_good()
         stop = stop_asked()
         write_address(process, await server.start())
         async with asyncio.TaskGroup() as tasks:

@@ -13,7 +13,7 @@ import msgspec
 
 from headrace.service import config, telemetry
 from headrace.service.channels import ChannelConfig
-from headrace.service.process import ProcessConfig, run, write_address
+from headrace.service.process import ProcessConfig, keep_for_good, run, write_address
 from headrace.service.serving import GrpcServer, ServingConfig, stop_asked
 from headrace.status.states import Writer
 from headrace.status.store import StatusStore
@@ -85,6 +85,7 @@ async def serve(
         )
         server = GrpcServer(serving, [FULL_NAME], traces.server_interceptors)
         service.add_to(server.server)
+        keep_for_good()
         stop = stop_asked()
         write_address(process, await server.start())
         async with asyncio.TaskGroup() as tasks:

@@ -12,6 +12,7 @@ import torch
 from benchmarks import gpu_machine, peers, whole_model
 from benchmarks.whole_model import Speeds
 from gpuworker.config import KvCacheSettings
+from gpuworker.kv_pool import KvPoolError
 
 TASK = whole_model.tasks(gpu_machine.dry())[0]
 
@@ -27,6 +28,16 @@ def test_a_batch_that_the_pool_does_not_hold_is_left_out(monkeypatch: pytest.Mon
     small = KvCacheSettings(block_size=whole_model.BLOCK_SIZE, num_kv_blocks=2)
     monkeypatch.setattr(whole_model, "KvCacheSettings", lambda block_size: small)
     assert set(whole_model.ours(TASK).decode) == {1}
+
+
+def test_a_model_that_does_not_fit_is_a_row_that_says_so(monkeypatch: pytest.MonkeyPatch) -> None:
+    def too_large(task: object) -> Speeds:
+        raise KvPoolError("no room for 2 blocks")
+
+    monkeypatch.setattr(whole_model, "ours", too_large)
+    monkeypatch.setattr(whole_model, "_PEERS", ())
+    (row,) = whole_model.model_table(TASK).rows
+    assert row == ("headrace", "does not fit: no room for 2 blocks", "", "")
 
 
 def test_transformers_does_the_same_task() -> None:

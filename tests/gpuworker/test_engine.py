@@ -1,5 +1,6 @@
 """Which parts an engine is put together from, and which settings are refused."""
 
+import sys
 from pathlib import Path
 
 import pytest
@@ -67,6 +68,7 @@ def test_the_kernel_for_this_cpu_is_taken_where_it_can_be_built(
     ("settings", "message"),
     [
         ({"attention": "triton"}, "does not run on cpu"),
+        ({"attention": "flashinfer"}, "does not run on cpu"),
         ({"block_size": 24}, "block-size"),
         ({"num_kv_blocks": 0}, "num-kv-blocks"),
         ({"max_model_len": 513}, "max-model-len"),
@@ -106,6 +108,17 @@ def test_each_gpu_gets_its_own_eight_bit_type(
     cuda = torch.device("cuda")
     assert engine_module._kv_dtype("fp8", cuda, torch.bfloat16) == dtype
     assert engine_module._kv_dtype("auto", cuda, torch.bfloat16) == torch.bfloat16
+
+
+def test_flashinfer_says_how_to_get_it(checkpoint: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setitem(sys.modules, "flashinfer", None)
+    engine = load(checkpoint)
+    place = (torch.device("cuda"), torch.bfloat16)
+    config = open_source(checkpoint).config
+    with pytest.raises(ValueError, match=r"attention flashinfer: .*headrace\[flashinfer\]"):
+        engine_module.attention_backend(
+            "flashinfer", engine.runner.limits, config, place, torch.bfloat16
+        )
 
 
 def test_a_gpu_without_eight_bit_floats_refuses_them(monkeypatch: pytest.MonkeyPatch) -> None:

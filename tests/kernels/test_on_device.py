@@ -5,6 +5,12 @@ from dataclasses import replace
 import pytest
 import torch
 
+from gpuworker.attention.flashinfer import (
+    FlashInferAttention,
+    FlashInferSetup,
+    FlashInferUnavailableError,
+    load,
+)
 from gpuworker.attention.interface import AttentionLayer
 from gpuworker.attention.triton.backend import TritonAttention
 from gpuworker.attention.triton.device import detect
@@ -45,6 +51,19 @@ def test_attention_over_eight_bit_pools_is_right():
         pytest.skip("this GPU has no eight-bit floats")
     float8 = torch.float8_e4m3fnuz if target.is_amd else torch.float8_e4m3fn
     assert error(replace(CASES["plain"], kv_dtype=float8), target) < 2e-2
+
+
+@pytest.mark.parametrize("name", ["plain", "pages of 16", "small heads", "window and cap"])
+def test_flashinfer_is_right(name):
+    try:
+        library = load()
+    except FlashInferUnavailableError as error:
+        pytest.skip(str(error))
+    step = Step(replace(CASES[name], dtype=torch.bfloat16), DEVICE)
+    setup = FlashInferSetup(step.kv_shape, step.case.num_heads, torch.bfloat16, step.kv.key.dtype)
+    out = step.run(FlashInferAttention(setup, DEVICE, library))[: step.shape.num_tokens]
+    expected = step.expected()[: step.shape.num_tokens]
+    assert (out.double() - expected).abs().max().item() < 2e-2
 
 
 def test_a_captured_step_serves_other_requests():

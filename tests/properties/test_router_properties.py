@@ -14,7 +14,7 @@ from headrace.service.errors import ServiceError
 from router.core.admission import Limits, TenantLimits
 from router.core.pauses import UnreadLimits
 from router.request import FinishReason, Refusal, Spec
-from tests.router.test_router import TOKENIZER, Bench, report
+from tests.router.bench import TOKENIZER, Bench, report
 
 MODELS = {"s": "m", "t": "m", "u": "other"}
 ids = st.integers(0, 63).map("r-{}".format)

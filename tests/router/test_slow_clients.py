@@ -5,7 +5,7 @@ import pytest
 from router.core.admission import Limits
 from router.core.pauses import UnreadLimits
 from router.request import FinishReason, Refusal
-from tests.router.test_router import Bench, report
+from tests.router.bench import Bench, report
 
 LIMITS = UnreadLimits(max_unread_tokens=10, max_pause_s=60.0)
 

@@ -67,6 +67,12 @@ class Everything:
     def load(self):
         return self.scheduler.pool.snapshot()[0]
 
+    @property
+    def report(self):
+        """Free blocks, running and waiting requests, as the router last heard."""
+        (report,) = self.router.pool.reports()
+        return report.num_free_kv_blocks, report.num_running, report.num_waiting
+
     async def paused(self):
         """Wait until the slow client's request is set aside, and what was in flight has come."""
         (managed,) = self.scheduler.pool._workers
@@ -121,6 +127,7 @@ async def test_a_client_that_does_not_read_pauses_its_request_alone_and_loses_no
         assert len(completion.logprobs) == completion.num_unread
         assert len(completion.token_ids) == num_tokens < NUM_TOKENS
         assert (all_of_it.load.num_free_blocks, all_of_it.load.num_waiting) == (NUM_BLOCKS, 0)
+        await until(lambda: all_of_it.report == (NUM_BLOCKS, 0, 0))
         pool = await all_of_it.stack.stub.GetPool(inference_pb2.GetPoolRequest())
         assert (pool.num_in_flight, pool.num_paused) == (1, 1)
         assert all_of_it.router.num_live == 1

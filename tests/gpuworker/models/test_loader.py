@@ -1,5 +1,6 @@
 """Folders that are damaged or are not what their configuration says."""
 
+import gc
 import json
 from pathlib import Path
 
@@ -56,6 +57,31 @@ def test_shards_give_the_same_tokens_as_one_file(folder: Path, tmp_path: Path) -
     next(shards.glob("*-00002-*")).unlink()
     with pytest.raises(WeightError, match=r"names 'model-00002-.*not in"):
         load(shards)
+
+
+def anonymous_bytes() -> int:
+    """Memory of this process that is not a mapped file's."""
+    rollup = Path("/proc/self/smaps_rollup").read_text(encoding="utf-8")
+    (line,) = [line for line in rollup.splitlines() if line.startswith("Anonymous:")]
+    return int(line.split()[1]) * 1024
+
+
+def test_shards_are_streamed_without_a_second_copy_in_memory(tmp_path: Path) -> None:
+    sizes = {"hidden_size": 510, "intermediate_size": 2048, "num_hidden_layers": 8}
+    config = transformers.LlamaConfig(**(LLAMA | sizes))
+    save_checkpoint(tmp_path, config, max_shard_size="20MB")
+    shards = list(tmp_path.glob("*.safetensors"))
+    model_bytes = sum(file.stat().st_size for file in shards)
+    assert len(shards) > 4
+    gc.collect()
+    used: list[int] = []
+    source = open_source(tmp_path)
+    before = anonymous_bytes()
+    decoder = load_decoder(
+        source, torch.device("cpu"), torch.float32, lambda *_: used.append(anonymous_bytes())
+    )
+    assert decoder.dtype == torch.float32
+    assert max(used) - before < 1.3 * model_bytes
 
 
 def test_a_missing_tensor_is_named(folder: Path) -> None:

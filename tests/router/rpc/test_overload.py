@@ -11,6 +11,7 @@ from google.protobuf.timestamp_pb2 import Timestamp
 
 from headrace.service.errors import from_rpc_error
 from headrace.v1 import common_pb2, inference_pb2
+from router.core.permits import Permits
 from tests.router.fake_scheduler import MODEL, FakeScheduler, Script, worker
 from tests.router.stack import running_stack
 
@@ -46,17 +47,29 @@ async def serve_all(stack, calls):
     return [submission.request_id for submission in stack.scheduler.submissions]
 
 
-async def test_four_permits_and_forty_callers_never_make_five():
+async def test_four_permits_and_forty_slow_streams_never_make_five(monkeypatch):
+    """A slow client's stream holds its permit to the end; counted at every change, not by looks."""
+    counts = []
+    for name in ("enter", "leave"):
+        change = getattr(Permits, name)
+
+        def counted(permits, *args, change=change):
+            outcome = change(permits, *args)
+            counts.append(permits.num_live)
+            return outcome
+
+        monkeypatch.setattr(Permits, name, counted)
     scheduler = FakeScheduler(interval_s=0.002)
     async with running_stack(scheduler=scheduler, max_live_requests=4) as stack:
-        most, served = 0, 0
+        served = 0
 
         async def one():
-            nonlocal most, served
+            nonlocal served
             while True:
                 try:
                     async for _ in stack.generate():
-                        most = max(most, stack.router.num_live)
+                        assert len(scheduler.live) <= 4
+                        await asyncio.sleep(0.003)
                     served += 1
                 except grpc.aio.AioRpcError as error:
                     refusal = from_rpc_error(error)
@@ -67,7 +80,8 @@ async def test_four_permits_and_forty_callers_never_make_five():
                     return
 
         await asyncio.gather(*(one() for _ in range(40)))
-        assert (most, served) == (4, 40)
+        assert (max(counts), served) == (4, 40)
+        assert len(counts) > 80
 
 
 async def test_a_tenant_with_long_prompts_does_not_crowd_out_one_with_short_ones():

@@ -1,0 +1,37 @@
+"""The measurements of the control plane, a few tokens each: what they count, not how fast it is."""
+
+import pytest
+
+from benchmarks.control import paced, short_requests, streams
+from benchmarks.deployment import bare_server, deployment
+from benchmarks.soak import soak
+
+pytestmark = [pytest.mark.system]
+
+
+@pytest.fixture(autouse=True)
+def no_orphans(monkeypatch):
+    monkeypatch.setenv("HEADRACE_PARENT_DEATH", "1")
+
+
+async def test_streams_count_every_token_and_name_every_process():
+    result = await streams(deployment(), 3, 20)
+    assert result["tokens"] == 60
+    assert result["cpu_us_per_token"].keys() == {"instant_worker", "scheduler", "router", "client"}
+
+
+async def test_the_bare_server_answers_as_a_router_does():
+    assert (await streams(bare_server(), 3, 20))["tokens"] == 60
+    assert (await short_requests(bare_server(), 2, 10))["requests"] == 10
+
+
+async def test_a_paced_token_is_as_old_as_its_way_was_long():
+    result = await paced(deployment(step_ms=10.0, num_workers=2), 4, 30)
+    assert result["tokens"] == 120
+    assert 0 < result["latency_ms"]["p50"] < 5000
+
+
+async def test_a_soak_aborts_one_in_twenty_and_weighs_the_store_too():
+    result = await soak(200)
+    assert result["aborted"] == 10
+    assert {f"{name} memory" for name in ("store", "router", "scheduler")} <= result.keys()
