@@ -33,6 +33,7 @@ from gpuworker.device.transfers import CudaTransfers, HostTransfers, Transfers
 from gpuworker.forward import Forward
 from gpuworker.kernels.choice import ops_for
 from gpuworker.kernels.ops import Ops
+from gpuworker.machine import give_back_freed_memory
 from gpuworker.models.config import ModelConfig
 from gpuworker.models.decoder import Decoder
 from gpuworker.models.loader import Progress, load_decoder, with_max_model_len
@@ -134,6 +135,7 @@ def engine_of(
     limits = _limits(settings, kv_cache, source.config, source.eos_token_ids, device)
     graph_sizes = _graph_sizes(settings, limits, parts)
     decoder = load_decoder(source, device, dtype, loading, parts.ops)
+    give_back_freed_memory()
     assembly = Assembly(decoder, limits, settings.attention, kv_dtype, parts)
     num_kv_blocks = _num_kv_blocks(kv_cache, assembly, graph_sizes)
     runner = assembly.runner(num_kv_blocks, settings.num_spec_tokens)

@@ -35,6 +35,15 @@ def keep_freed_memory() -> None:
         mallopt(_M_TRIM_THRESHOLD, 1 << 30)
 
 
+def give_back_freed_memory() -> None:
+    """Has glibc give back to the kernel what is free now; elsewhere this does nothing.
+
+    Loading a model frees buffers as large as its largest tensor, which no step needs again.
+    """
+    if sys.platform == "linux" and (trim := getattr(ctypes.CDLL(None), "malloc_trim", None)):
+        trim(0)
+
+
 def _siblings(cpu: int) -> str:
     """The hardware threads of a CPU's core, or the CPU itself where the kernel does not say."""
     file = Path(f"/sys/devices/system/cpu/cpu{cpu}/topology/thread_siblings_list")

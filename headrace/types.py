@@ -37,7 +37,10 @@ class ChatMessage:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Sampling:
-    """How tokens are chosen and when to stop. Every default means "off" or "the server's"."""
+    """How tokens are chosen and when to stop. Every default means "off" or "the server's".
+
+    One string for `stop` or `bad_words` stands for a sequence of one.
+    """
 
     temperature: float | None = None
     top_p: float | None = None
@@ -50,13 +53,19 @@ class Sampling:
     logit_bias: Mapping[int, float] = field(default_factory=dict)
     max_tokens: int | None = None
     min_tokens: int = 0
-    stop: Sequence[str] = ()
+    stop: Sequence[str] | str = ()
     stop_token_ids: Sequence[int] = ()
     ignore_eos: bool = False
-    bad_words: Sequence[str] = ()
+    bad_words: Sequence[str] | str = ()
     n: int | None = None
     logprobs: int | None = None
     prompt_logprobs: int | None = None
+
+    def __post_init__(self) -> None:
+        # A string is a sequence of its letters, which nobody means.
+        for name in ("stop", "bad_words"):
+            if isinstance(value := getattr(self, name), str):
+                object.__setattr__(self, name, (value,))
 
 
 @dataclass(frozen=True, slots=True)

@@ -8,11 +8,11 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 
 import torch
-from torch.nn import functional
 
 from gpuworker.attention.interface import AttentionLayer, LayerKv, PreparedStep
 from gpuworker.kernels.ops import HeadNorms, Ops, RopeTables, TokenPlaces
 from gpuworker.models.config import ModelConfig
+from gpuworker.models.embedding import Embedding
 from gpuworker.models.linear import Added, Linear
 from gpuworker.models.mlp import Mlp
 from gpuworker.models.rope import rope_tables
@@ -37,9 +37,9 @@ class LayerWeights:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class ModelWeights:
-    """Weights of a model; embedding is [vocab_size, hidden_size]."""
+    """Weights of a model."""
 
-    embedding: torch.Tensor
+    embedding: Embedding
     layers: Sequence[LayerWeights]
     final_norm: torch.Tensor
     head: Linear
@@ -82,7 +82,7 @@ class Decoder:
         Returns:
             [num_padded_tokens, hidden_size].
         """
-        residual = functional.embedding(token_ids, self._weights.embedding)
+        residual = self._weights.embedding(token_ids)
         if self._embedding_scale != 1.0:
             residual = residual.mul_(self._embedding_scale)
         places = TokenPlaces(positions, attention)

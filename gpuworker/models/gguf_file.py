@@ -10,6 +10,7 @@ import torch
 from numpy.typing import NDArray
 
 from gpuworker.models.config import LayerConfig, ModelConfig
+from gpuworker.models.embedding import StoredRows
 from gpuworker.models.errors import UnsupportedModelError, WeightError
 from gpuworker.models.families import model_config
 from gpuworker.models.gguf_header import GgufTensor, read_header
@@ -97,28 +98,32 @@ class GgufSource:
         return set(self._tensor_by_name)
 
     def read(self, name: str) -> torch.Tensor:
+        return self._uninterleave(name, torch.from_numpy(self._values(self._tensor(name))))
+
+    def stored_rows(self, name: str) -> StoredRows | None:
+        tensor = self._tensor(name)
+        if tensor.kind == gguf.GGMLQuantizationType.F32:
+            return None
+        return _QuantizedRows(tensor, self._data(tensor).reshape(tensor.shape[0], -1).copy())
+
+    def _tensor(self, name: str) -> GgufTensor:
         tensor = self._tensor_by_name.get(name)
         if tensor is None:
             raise WeightError(f"tensor {name!r} is missing")
-        return self._uninterleave(name, torch.from_numpy(self._values(tensor)))
+        return tensor
+
+    def _data(self, tensor: GgufTensor) -> NDArray[np.uint8]:
+        """A tensor's bytes, where the file is mapped."""
+        return np.frombuffer(self._buffer, np.uint8, tensor.num_bytes, tensor.offset)
 
     def _values(self, tensor: GgufTensor) -> NDArray[np.float32]:
         """A tensor's values, dequantized piece by piece."""
-        data = np.frombuffer(self._buffer, np.uint8, tensor.num_bytes, tensor.offset)
+        data = self._data(tensor)
         block_size, type_size = gguf.GGML_QUANT_SIZES[tensor.kind]
         values = np.empty(math.prod(tensor.shape), dtype=np.float32)
         step = _PIECE_VALUES // block_size
         for start in range(0, len(data) // type_size, step):
-            piece = data[start * type_size : (start + step) * type_size]
-            if tensor.kind in _PLAIN_TYPES:
-                piece = piece.view(_PLAIN_TYPES[tensor.kind])
-            try:
-                result = gguf.quants.dequantize(piece, tensor.kind)
-            except NotImplementedError:
-                raise UnsupportedModelError(
-                    f"tensor {tensor.name!r} has type {tensor.kind.name}, which cannot be "
-                    "dequantized"
-                ) from None
+            result = _dequantized(data[start * type_size : (start + step) * type_size], tensor)
             values[start * block_size :][: result.size] = result.reshape(-1)
         return values.reshape(tensor.shape)
 
@@ -168,6 +173,31 @@ class GgufSource:
             return weight
         rows = weight.view(num_heads, attention.head_dim // 2, 2, -1)
         return rows.transpose(1, 2).reshape(weight.shape)
+
+
+class _QuantizedRows(StoredRows):
+    """Rows of a matrix in its own type; data is [num_rows, bytes of a row]."""
+
+    def __init__(self, tensor: GgufTensor, data: NDArray[np.uint8]) -> None:
+        self._tensor = tensor
+        self._data = data
+
+    def read(self, index: torch.Tensor) -> torch.Tensor:
+        return torch.from_numpy(_dequantized(self._data[index.numpy()], self._tensor))
+
+
+def _dequantized(data: NDArray[np.uint8], tensor: GgufTensor) -> NDArray[np.float32]:
+    """Values of whole blocks of a tensor; the last dimension of data is bytes."""
+    values: NDArray[np.float32]
+    if tensor.kind in _PLAIN_TYPES:
+        data = data.view(_PLAIN_TYPES[tensor.kind])
+    try:
+        values = gguf.quants.dequantize(data, tensor.kind)
+    except NotImplementedError:
+        raise UnsupportedModelError(
+            f"tensor {tensor.name!r} has type {tensor.kind.name}, which cannot be dequantized"
+        ) from None
+    return values
 
 
 def _hf_tensors(

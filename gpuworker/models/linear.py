@@ -36,9 +36,14 @@ class Linear(Protocol):
 
 def make_linear(weight: torch.Tensor, bias: torch.Tensor | None) -> Linear:
     """The best product for where the weight is; weight is [out_features, in_features]."""
-    if weight.device.type == "cpu" and _can_pack(weight.dtype):
+    if is_repacked(weight.device, weight.dtype):
         return _PackedLinear(weight, bias)
     return _PlainLinear(weight, bias)
+
+
+def is_repacked(device: torch.device, dtype: torch.dtype) -> bool:
+    """Whether a product there has its weights in another order, from which no row can be read."""
+    return device.type == "cpu" and _can_pack(dtype)
 
 
 def _can_pack(dtype: torch.dtype) -> bool:

@@ -13,6 +13,7 @@ from gpuworker.kernels.choice import ops_for
 from gpuworker.kernels.ops import HeadNorms, Ops
 from gpuworker.models.config import AttentionConfig, ExpertsConfig, ModelConfig
 from gpuworker.models.decoder import Decoder, LayerWeights, ModelWeights
+from gpuworker.models.embedding import Embedding, EmbeddingTable, StoredEmbedding
 from gpuworker.models.errors import WeightError
 from gpuworker.models.experts import (
     GroupedExperts,
@@ -20,7 +21,7 @@ from gpuworker.models.experts import (
     MixtureMlp,
     has_grouped_product,
 )
-from gpuworker.models.linear import Linear, make_linear
+from gpuworker.models.linear import Linear, is_repacked, make_linear
 from gpuworker.models.mlp import GatedMlp, Mlp
 from gpuworker.models.source import WeightSource
 
@@ -74,19 +75,30 @@ class _Loader:
 
     def model(self) -> ModelWeights:
         config = self._source.config
-        shape = (config.vocab_size, config.hidden_size)
-        embedding = self._tensor("model.embed_tokens.weight", shape)
-        if config.tie_embeddings:
-            head = make_linear(embedding, None)
-            self._read.add("lm_head.weight")
-        else:
-            head = make_linear(self._tensor("lm_head.weight", shape), None)
+        embedding, head = self._embedding_and_head(config)
         return ModelWeights(
             embedding=embedding,
             layers=[self._layer(config, i) for i in range(len(config.layers))],
             final_norm=self._norm("model.norm", config.hidden_size),
             head=head,
         )
+
+    def _embedding_and_head(self, config: ModelConfig) -> tuple[Embedding, Linear]:
+        name, shape = "model.embed_tokens.weight", (config.vocab_size, config.hidden_size)
+        table = self._tensor(name, shape)
+        if config.tie_embeddings:
+            head = make_linear(table, None)
+            self._read.add("lm_head.weight")
+        else:
+            head = make_linear(self._tensor("lm_head.weight", shape), None)
+        if not is_repacked(self._device, self._dtype):
+            return EmbeddingTable(table), head
+        # The head has numbers of its own now: the rows need not be as wide as they were for it.
+        del table
+        rows = self._source.stored_rows(name)
+        if rows is None:
+            return EmbeddingTable(self._source.read(name).to(self._dtype)), head
+        return StoredEmbedding(rows, self._dtype), head
 
     def refuse_leftovers(self) -> None:
         """A tensor nobody asked for means that the model is not what we think it is."""

@@ -15,6 +15,7 @@ from typing import Any
 import torch
 
 from gpuworker.models.config import ModelConfig
+from gpuworker.models.embedding import StoredRows
 from gpuworker.models.errors import WeightError
 from gpuworker.models.families import model_config
 
@@ -68,6 +69,20 @@ class SafetensorsSource:
                 offset=place.offset,
             )
         return flat.view(place.shape)
+
+    def stored_rows(self, name: str) -> StoredRows | None:
+        table = self.read(name)
+        return _NarrowRows(table.clone()) if table.dtype.itemsize < 4 else None
+
+
+class _NarrowRows(StoredRows):
+    """Rows in half precision; table is [num_rows, num_columns]."""
+
+    def __init__(self, table: torch.Tensor) -> None:
+        self._table = table
+
+    def read(self, index: torch.Tensor) -> torch.Tensor:
+        return self._table.index_select(0, index)
 
 
 def _files(folder: Path) -> list[Path]:

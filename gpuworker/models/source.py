@@ -6,6 +6,7 @@ from typing import Protocol
 import torch
 
 from gpuworker.models.config import ModelConfig
+from gpuworker.models.embedding import StoredRows
 from gpuworker.models.errors import UnsupportedModelError, WeightError
 from gpuworker.models.gguf_file import GgufSource
 from gpuworker.models.safetensors_folder import SafetensorsSource
@@ -29,6 +30,13 @@ class WeightSource(Protocol):
 
         Raises:
             WeightError: naming the tensor, when it cannot be read whole.
+        """
+
+    def stored_rows(self, name: str) -> StoredRows | None:
+        """A matrix in the type it is stored in, held in memory; None where that is float32.
+
+        Raises:
+            WeightError: as read.
         """
 
 

@@ -95,6 +95,12 @@ async def test_every_option_reaches_the_server(fake, client):
     assert request.HasField("deadline")
 
 
+async def test_one_string_is_one_stop_and_not_its_letters(fake, client):
+    await client.complete("to be", sampling=Sampling(stop="end", bad_words="never"))
+    assert list(fake.requests[-1].sampling.stop) == ["end"]
+    assert list(fake.requests[-1].sampling.bad_words) == ["never"]
+
+
 async def test_unset_options_stay_unset(fake, client):
     await client.complete("hi")
     assert not fake.requests[0].sampling.ListFields()

@@ -7,7 +7,7 @@ import grpc.aio
 import pytest
 
 from headrace.service.errors import from_rpc_error
-from headrace.v1 import common_pb2
+from headrace.v1 import common_pb2, inference_pb2_grpc
 from tests.router.fake_scheduler import FakeScheduler, Script, worker
 from tests.router.stack import running_stack
 from tests.router.tiny_models import byte_level_model
@@ -101,6 +101,45 @@ async def test_a_scheduler_that_knows_no_pauses_does_not_fill_the_router():
         assert stack.scheduler.pauses[-1] == ("slow", True)
         with pytest.raises(grpc.aio.AioRpcError, match="more than 50000 of its tokens are unread"):
             await stack.rest(slow)
+
+
+async def test_a_paused_request_of_a_lost_scheduler_is_sent_on_when_its_client_reads():
+    num_tokens = 100_000
+
+    def script(submission):
+        return Script([position % 250 for position in range(submission.sampling.max_tokens)])
+
+    first, second = (FakeScheduler(script=script, interval_s=0.005) for _ in range(2))
+    await first.start()
+    async with (
+        second,
+        running_stack(schedulers=[first, second], streams={"max_unread_tokens": 5000}) as stack,
+        grpc.aio.insecure_channel(
+            stack.address,
+            options=[("grpc.http2.bdp_probe", 0), ("grpc.use_local_subchannel_pool", 1)],
+        ) as channel,
+    ):
+        limits = {"max_model_len": 2 * num_tokens, "num_kv_blocks": num_tokens}
+        for scheduler, name in ((first, "first"), (second, "second")):
+            # So slowly that it is paused only when nothing more can be written to it.
+            scheduler.tokens_per_step = 500
+            scheduler.set_workers(worker(worker_id=name, **limits))
+        await stack.until(
+            lambda: [r.num_kv_blocks for r in stack.router.pool.reports()] == [num_tokens] * 2
+        )
+        stack.stub = inference_pb2_grpc.InferenceStub(channel)
+        slow = stack.generate(sampling={"max_tokens": num_tokens})
+        messages = [await slow.read()]
+        await stack.until(lambda: stack.router.dispatcher.num_paused == 1)
+        assert not second.submissions
+        await first.stop()
+        await stack.until(lambda: not stack.router.num_in_flight)
+        assert (stack.router.num_queued, stack.router.dispatcher.num_paused) == (0, 1)
+        assert not second.submissions
+        messages += await stack.rest(slow)
+        tokens = [token for m in messages for o in m.outputs for token in o.token_ids]
+        assert tokens == [position % 250 for position in range(num_tokens)]
+        assert {s.epoch for s in second.submissions} == {2}
 
 
 @pytest.mark.parametrize("seed", range(2))
