@@ -35,11 +35,6 @@ class PenaltyState:
         self.output_counts = torch.zeros((1, 1), dtype=torch.int16, device=device)
         self.prompt_bits = torch.zeros((1, 1), dtype=torch.int32, device=device)
 
-    @staticmethod
-    def num_bytes(max_num_seqs: int, vocab_size: int) -> int:
-        """Memory that it takes from the first penalty on."""
-        return max_num_seqs * (2 * vocab_size + 4 * _num_words(vocab_size))
-
     def place(self, request: RowRequest) -> None:
         """Counts the tokens of a request with penalties, new in its row."""
         if len(self.output_counts) < self._max_num_seqs:

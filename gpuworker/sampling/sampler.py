@@ -71,6 +71,9 @@ class Sampler:
         """
         # A sum is not finite when a term is not, and reads the logits once.
         is_finite = torch.isfinite(logits.sum(-1))
+        if not len(logits):
+            # A device refuses to start nothing.
+            return SampledTokens(columns.slots, is_finite, None)
         edits = logit_edits(batch, rows)
         if edits is not None:
             to_device = self._transfers.to_device

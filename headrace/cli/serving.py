@@ -36,6 +36,8 @@ _MODEL = (
     click.option("--block-size", type=int, help="Tokens in one KV block."),
     click.option("--num-kv-blocks", type=int, help="KV blocks.  [default: what memory allows]"),
     click.option("--kv-cache-memory-bytes", type=int, help="The same, in bytes."),
+    click.option("--gpu-memory-utilization", type=click.FloatRange(0, 1, min_open=True),
+                 help="Share of a GPU's memory to use."),
     click.option("--kv-cache-dtype", type=click.Choice(["auto", "fp8"]),
                  help="Data type of keys and values."),
     click.option("--num-spec-tokens", type=click.IntRange(min=0),
@@ -54,6 +56,7 @@ _WORKER_FLAGS = (
     "block_size",
     "num_kv_blocks",
     "kv_cache_memory_bytes",
+    "gpu_memory_utilization",
     "kv_cache_dtype",
     "num_spec_tokens",
 )

@@ -17,6 +17,7 @@ from gpuworker.core.input_batch import BatchLimits
 from gpuworker.core.plan import SamplingSettings
 from gpuworker.engine import build_runner
 from gpuworker.kernels.fused import TritonOps
+from gpuworker.kernels.launch import HeldKernel
 from gpuworker.models.loader import load_decoder
 from gpuworker.models.source import open_source
 from gpuworker.runner import ModelRunner
@@ -27,6 +28,8 @@ from tests.kernels.recorded_graphs import RecordingGraphs
 
 CPU = torch.device("cpu")
 SIZES = (1, 2, 4)
+# The second request's tokens go on in another block then.
+NUM_OUTPUT = 8
 REQUESTS = (
     ([9, 20, 31, 42, 53, 64, 75], GREEDY),
     (
@@ -50,6 +53,18 @@ def checkpoint(tmp_path_factory: pytest.TempPathFactory) -> Path:
     return folder
 
 
+@pytest.fixture(autouse=True)
+def refuses_empty_grids(monkeypatch: pytest.MonkeyPatch) -> None:
+    """As a device does, and the interpreter does not."""
+    launch = HeldKernel.__call__
+
+    def checked(kernel: HeldKernel, grid: tuple[int, int, int], *arguments: object) -> None:
+        assert min(grid) > 0, "nothing to start"
+        launch(kernel, grid, *arguments)
+
+    monkeypatch.setattr(HeldKernel, "__call__", checked)
+
+
 @pytest.fixture(scope="module")
 def expected(checkpoint: Path) -> list[list[int]]:
     """Each request's first tokens, alone on a CPU."""
@@ -57,7 +72,7 @@ def expected(checkpoint: Path) -> list[list[int]]:
     for prompt, sampling in REQUESTS:
         driver = Driver(make_runner(checkpoint, attention="torch"))
         driver.add(0, prompt, sampling)
-        outputs.append(driver.finish(0, 10))
+        outputs.append(driver.finish(0, NUM_OUTPUT))
     return outputs
 
 
@@ -104,25 +119,24 @@ def serve(driver: Driver, depth: int) -> list[list[int]]:
     requests = [driver.add(row + 1, *request) for row, request in enumerate(REQUESTS)]
     chunk = {request.row: min(5, len(request.tokens)) for request in requests}
     driver.launch(chunk)
-    while any(len(request.output) < 10 for request in requests):
+    while any(len(request.output) < NUM_OUTPUT for request in requests):
         if driver.num_launched == depth:
             driver.finish_oldest()
         left = {r.row: len(r.tokens) - r.num_computed_tokens for r in requests}
         driver.launch({row: count for row, count in left.items() if count})
     while driver.num_launched:
         driver.finish_oldest()
-    return [request.output[:10] for request in requests]
+    return [request.output[:NUM_OUTPUT] for request in requests]
 
 
-@pytest.mark.parametrize("depth", [1, 2])
-@pytest.mark.parametrize("has_graphs", [False, True], ids=["launched", "replayed"])
+@pytest.mark.parametrize(("has_graphs", "depth"), [(False, 2), (True, 1), (True, 2)])
 def test_tokens_are_those_of_the_cpu(
     checkpoint: Path, expected: list[list[int]], has_graphs: bool, depth: int
 ) -> None:
     graphs = RecordingGraphs()
     driver = Driver(device_runner(checkpoint, graphs=graphs if has_graphs else None))
     assert serve(driver, depth) == expected
-    assert graphs.num_replays == (9 if has_graphs else 0)
+    assert graphs.num_replays == (NUM_OUTPUT - 1 if has_graphs else 0)
 
 
 def test_drafts_are_verified_in_a_replayed_step(
@@ -142,7 +156,18 @@ def test_drafts_are_verified_in_a_replayed_step(
     assert graphs.num_replays == 2
     assert driver.requests[0].output == first[:5]
     assert driver.requests[1].output == second[:4]
-    assert driver.finish(1, 10) == second
+    assert driver.finish(1, 7)[:7] == second[:7]
+
+
+def test_a_step_that_samples_nothing_starts_no_sampling(
+    checkpoint: Path, expected: list[list[int]]
+) -> None:
+    driver = Driver(device_runner(checkpoint))
+    prompt, sampling = REQUESTS[1]
+    driver.add(0, prompt, sampling)
+    assert driver.step({0: 4}).token_ids.tolist() == []
+    driver.step({0: len(prompt) - 4})
+    assert driver.requests[0].output == expected[1][:1]
 
 
 def test_more_tokens_than_the_largest_size_are_launched_as_they_come(

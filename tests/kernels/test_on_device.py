@@ -114,3 +114,70 @@ def test_sampled_tokens_equal_the_twins():
         ours, theirs = TritonOps().sample(scaled, given), TorchOps().sample(scaled, given)
         # The order of sums may move a threshold over one token in a long while.
         assert (ours != theirs).sum() <= 1
+
+
+@pytest.fixture(scope="module")
+def checkpoint(tmp_path_factory):
+    import transformers
+
+    from tests.gpuworker.tiny import LLAMA, save_checkpoint
+
+    folder = tmp_path_factory.mktemp("llama")
+    shape = {"hidden_size": 256, "num_attention_heads": 4, "head_dim": 64, "vocab_size": 4096}
+    save_checkpoint(folder, transformers.LlamaConfig(**LLAMA | shape))
+    return folder
+
+
+def engine(checkpoint, *, utilization=0.3, **settings):
+    from gpuworker.config import KvCacheSettings, WorkerSettings
+    from gpuworker.engine import load_engine
+
+    given = {"device": "cuda", "dtype": "float32", "max_num_seqs": 24}
+    return load_engine(
+        WorkerSettings(**given | settings),
+        KvCacheSettings(gpu_memory_utilization=utilization),
+        checkpoint,
+        loading=lambda _done, _of: None,
+        capturing=lambda _done, _of: None,
+    )
+
+
+def served(runner, depth):
+    """Tokens of 20 requests of several settings in one batch, `depth` steps in flight."""
+    from tests.gpuworker.driver import Driver
+    from tests.gpuworker.test_runner import prompts, settings
+
+    driver = Driver(runner)
+    requests = [driver.add(i, tokens, settings(i)) for i, tokens in enumerate(prompts(20))]
+    while any(len(request.output) < 40 for request in requests):
+        if driver.num_launched == depth:
+            driver.finish_oldest()
+        driver.launch({r.row: len(r.tokens) - r.num_computed_tokens for r in requests})
+    while driver.num_launched:
+        driver.finish_oldest()
+    runner.reset()
+    return [request.output[:40] for request in requests]
+
+
+def test_replayed_steps_give_the_tokens_of_launched_ones(checkpoint):
+    # In float32 and the same padded size a replay runs the kernels that a launch does.
+    replayed = served(engine(checkpoint, cuda_graph_sizes=(20,)).runner, 1)
+    assert served(engine(checkpoint, enforce_eager=True).runner, 1) == replayed
+
+
+def test_steps_launched_ahead_give_the_tokens_of_steps_in_turn(checkpoint):
+    loaded = engine(checkpoint)
+    assert loaded.pipeline_depth == 2
+    assert served(loaded.runner, 2) == served(loaded.runner, 1)
+
+
+def test_the_pool_leaves_room_for_the_largest_step(checkpoint):
+    from gpuworker.memory_profile import largest_step
+
+    runner = engine(checkpoint, utilization=0.5).runner
+    total = torch.cuda.get_device_properties(DEVICE).total_memory
+    torch.cuda.reset_peak_memory_stats()
+    runner.execute(largest_step(runner.limits))
+    runner.reset()
+    torch.cuda.synchronize()
+    assert torch.cuda.max_memory_reserved() <= 0.5 * total

@@ -4,6 +4,7 @@ import asyncio
 import threading
 from collections.abc import AsyncIterator, Iterator
 from concurrent.futures import ThreadPoolExecutor
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -263,17 +264,18 @@ async def test_a_new_stream_takes_over_while_the_device_is_at_work(
     old = worker.stub.Execute()
     await old.write(first_plan())
 
-    async def has_launched() -> bool:
-        return device_runner.launched == [1]
+    async def has_launched(step_ids: list[int]) -> bool:
+        return device_runner.launched == step_ids
 
-    await eventually(has_launched)
+    await eventually(partial(has_launched, [1]))
     new = worker.stub.Execute()
     await new.write(first_plan(row=9))
+    await eventually(partial(has_launched, [1, 1]))
+    device_runner.device_may_go_on.set()
+    assert tokens_of(await new.read()) == expected_tokens(checkpoint, 1)
     with pytest.raises(grpc.aio.AioRpcError) as caught:
         await old.read()
     assert from_rpc_error(caught.value).reason == "STREAM_REPLACED"
-    device_runner.device_may_go_on.set()
-    assert tokens_of(await new.read()) == expected_tokens(checkpoint, 1)
     assert device_runner.finished == [1]  # the new stream's
     new.cancel()
 

@@ -42,7 +42,7 @@ def sample(
     limits = BatchLimits(
         max_num_seqs=num_rows,
         max_model_len=longest + 1,
-        max_num_batched_tokens=num_rows * longest,
+        max_num_batched_tokens=num_rows,
         block_size=longest,
         num_kv_blocks=num_rows + 1,
         vocab_size=vocab_size,
