@@ -115,7 +115,11 @@ def _short(value: Any) -> str:
 
 
 def _print_outcomes(name: str, trace: Record, changes: tuple[str, ...]) -> None:
-    tried = try_settings(trace, changed(settings(trace), changes))
+    try:
+        config = changed(settings(trace), changes)
+    except ValueError as error:
+        raise click.BadParameter(str(error), param_hint="--set") from error
+    tried = try_settings(trace, config)
     recorded = recorded_outcome(trace)
     click.echo(f"{name} with {', '.join(changes)}")
     click.echo(f"  {'':24}{'recorded':>12}{'changed':>12}")

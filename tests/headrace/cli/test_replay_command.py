@@ -65,7 +65,7 @@ def test_shows_what_another_setting_would_have_done(tmp_path: Path) -> None:
 def test_refuses_settings_that_do_not_exist(tmp_path: Path, change: str, message: str) -> None:
     path = write_trace(tmp_path, "w01_budget512")
     result = CliRunner().invoke(replay, ["--set", change, str(path)])
-    assert result.exit_code == 1
+    assert result.exit_code == 2
     assert message in result.output
 
 
