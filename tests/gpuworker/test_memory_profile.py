@@ -26,7 +26,7 @@ MEMORY = FakeMemory(
 )
 # Of 12 rows: 1, 2, 4, 8, 12.
 NUM_GRAPHS = 5
-SETTINGS = {"num_kv_blocks": None, "attention": "torch", "max_num_seqs": 12}
+SETTINGS = {"num_kv_blocks": None, "max_num_seqs": 12}
 
 
 @pytest.fixture(scope="module")
