@@ -121,7 +121,7 @@ class Dispatcher:
         else:
             assert completion.link is not None, "what is in flight has a link"
             reason = _CANCEL_REASON.get(finish.reason, CancelReason.ABORTED)
-            completion.link.cancel(completion.handle, reason)
+            completion.link.cancel(completion, reason)
             self._land(completion)
         self._end_pause(completion)
 

@@ -274,8 +274,8 @@ class SchedulerLink(Protocol):
         """Send a completion to its worker, under its handle and epoch."""
         ...
 
-    def cancel(self, handle: int, reason: CancelReason) -> None:
-        """End what was sent under the handle."""
+    def cancel(self, completion: Completion, reason: CancelReason) -> None:
+        """End a completion that was submitted, under its handle."""
         ...
 
     def set_paused(self, handle: int, *, is_paused: bool) -> None:

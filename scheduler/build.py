@@ -20,19 +20,21 @@ logger = logging.getLogger(__name__)
 def core_config(info: WorkerInfo, settings: SchedulerSettings) -> SchedulerConfig:
     """How a worker's steps are decided: its own limits, narrowed by our settings.
 
-    Drafts come with a result, which a step planned ahead of it cannot use.
+    Drafts come with a result, which a step planned ahead of it cannot use. Unless we are told
+    otherwise, no request gets more than half of a step's tokens: a long prompt leaves the other
+    half to those that came after it.
     """
     pipeline_depth = settings.pipeline_depth or info.pipeline_depth
     num_spec_tokens = info.num_spec_tokens if pipeline_depth == 1 else 0
+    token_budget = _narrowed(info.max_num_batched_tokens, settings.max_num_batched_tokens)
+    half = max(1 + num_spec_tokens, token_budget // 2)
     return SchedulerConfig(
         block_size=info.block_size,
         num_gpu_blocks=info.num_kv_blocks + 1,  # the null block counts
         max_model_len=info.max_model_len,
-        max_num_batched_tokens=_narrowed(
-            info.max_num_batched_tokens, settings.max_num_batched_tokens
-        ),
+        max_num_batched_tokens=token_budget,
         max_num_seqs=_narrowed(info.max_num_seqs, settings.max_num_seqs),
-        long_prefill_token_threshold=settings.long_prefill_token_threshold,
+        long_prefill_token_threshold=settings.long_prefill_token_threshold or half,
         policy=settings.policy,
         priority_preemption=settings.priority_preemption,
         enable_prefix_caching=settings.enable_prefix_caching,

@@ -24,7 +24,7 @@ class SchedulerSettings(msgspec.Struct, frozen=True, forbid_unknown_fields=True)
         int, help_text("Requests in a step, at most; 0: as the worker.", ge=0)
     ] = 0
     long_prefill_token_threshold: Annotated[
-        int, help_text("Tokens a step that one request gets, at most; 0: no limit.", ge=0)
+        int, help_text("Tokens a step that one request gets, at most; 0: half a step's.", ge=0)
     ] = 0
     watermark: Annotated[
         float, help_text("Fraction of the KV blocks kept free when admitting.", ge=0, lt=1)

@@ -15,7 +15,6 @@ import torch
 from numpy.typing import NDArray
 
 from gpuworker.attention.interface import (
-    FLOAT8_TYPES,
     AttentionBackend,
     AttentionLayer,
     KvShape,
@@ -23,6 +22,7 @@ from gpuworker.attention.interface import (
     PreparedStep,
     StepShape,
     kv_slots,
+    movable,
     narrowed,
 )
 
@@ -89,7 +89,7 @@ class _TorchStep(PreparedStep):
         num_tokens, head_dim = self._shape.num_tokens, self._kv_shape.head_dim
         for pool, new in ((kv.key, key), (kv.value, value)):
             rows = narrowed(new[:num_tokens].reshape(-1, head_dim), pool.dtype)
-            _movable(pool).view(-1, head_dim).index_copy_(0, self._pool_rows, _movable(rows))
+            movable(pool).view(-1, head_dim).index_copy_(0, self._pool_rows, movable(rows))
 
     def attend(self, query: torch.Tensor, kv: LayerKv, layer: AttentionLayer) -> torch.Tensor:
         pieces = self._pieces_by_window.get(layer.sliding_window)
@@ -141,7 +141,7 @@ class _TorchStep(PreparedStep):
     def _tiles(self, pool: torch.Tensor, piece: _Piece) -> torch.Tensor:
         """A copy of a piece's keys or values: [num_reqs, num_kv_heads, num_keys, head_dim]."""
         shape = self._kv_shape
-        blocks = _movable(pool).view(-1, shape.block_size * shape.head_dim)
+        blocks = movable(pool).view(-1, shape.block_size * shape.head_dim)
         rows = blocks.index_select(0, piece.block_index).view(pool.dtype)
         num_reqs = piece.is_unused.shape[0]
         return rows.float().view(num_reqs, shape.num_kv_heads, -1, shape.head_dim)
@@ -244,8 +244,3 @@ class _TorchStep(PreparedStep):
 
     def _tensor(self, values: NDArray[Any]) -> torch.Tensor:
         return torch.from_numpy(values).to(self._device)
-
-
-def _movable(values: torch.Tensor) -> torch.Tensor:
-    """The same memory in a type that torch gathers and scatters: it does not eight-bit floats."""
-    return values.view(torch.uint8) if values.dtype in FLOAT8_TYPES else values

@@ -113,7 +113,7 @@ class PreparedStep(Protocol):
         slots = self.slots[tokens].long()
         for pool, new in ((kv.key, key), (kv.value, value)):
             rows = narrowed(new[tokens], pool.dtype)
-            pool[slots // block_size, :, slots % block_size] = rows
+            movable(pool)[slots // block_size, :, slots % block_size] = movable(rows)
 
     def attend(self, query: torch.Tensor, kv: LayerKv, layer: AttentionLayer) -> torch.Tensor:
         """Attention of every query over its request's context, up to its own position.
@@ -145,6 +145,11 @@ def narrowed(values: torch.Tensor, dtype: torch.dtype) -> torch.Tensor:
         limit = torch.finfo(dtype).max
         values = values.clamp(-limit, limit)
     return values.to(dtype)
+
+
+def movable(values: torch.Tensor) -> torch.Tensor:
+    """The same memory in a type that torch gathers and scatters: it does not eight-bit floats."""
+    return values.view(torch.uint8) if values.dtype in FLOAT8_TYPES else values
 
 
 def kv_slots(slot_mapping: Int64Array, shape: KvShape) -> Int64Array:

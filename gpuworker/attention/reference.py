@@ -12,6 +12,7 @@ from gpuworker.attention.interface import (
     LayerKv,
     PreparedStep,
     StepShape,
+    movable,
     narrowed,
 )
 
@@ -56,9 +57,12 @@ class _ReferenceStep(PreparedStep):
         block_size = kv.key.shape[2]
         table = self._shape.block_table[i].tolist()
         places = [(table[p // block_size], p % block_size) for p in range(seq_len)]
-        keys = torch.stack([kv.key[block, :, offset] for block, offset in places])
-        values = torch.stack([kv.value[block, :, offset] for block, offset in places])
-        return keys.to(self._dtype), values.to(self._dtype)
+        blocks, offsets = torch.tensor(places, device=kv.key.device).T
+        keys, values = (
+            movable(pool)[blocks, :, offsets].view(pool.dtype).to(self._dtype)
+            for pool in (kv.key, kv.value)
+        )
+        return keys, values
 
     def _attend_one(
         self,

@@ -18,15 +18,12 @@ from headrace.v1 import common_pb2, inference_pb2, scheduler_pb2, scheduler_pb2_
 from router.request import CancelReason, Completion
 from router.router import Router
 from router.rpc import scheduler_wire
+from router.rpc.outbox import Outbox
 
 logger = logging.getLogger(__name__)
 
 _FIRST_BACKOFF_S = 0.1
 _MAX_BACKOFF_S = 5.0
-
-# Of prompts in one message; well below what any service takes, so that a burst of long ones does
-# not become a message that is refused again and again.
-_MAX_MESSAGE_BYTES = 2 * 1024 * 1024
 
 # Between two messages; the first goes at once. One for each of a thousand requests a second would
 # cost router, scheduler and worker more than the requests themselves, and a step takes longer.
@@ -44,9 +41,7 @@ class SchedulerClient:
         self._stub: Any = scheduler_pb2_grpc.SchedulerStub(channel)
         self._router = router
         self._router_id = router_id
-        self._submissions: list[scheduler_pb2.Submission] = []
-        self._cancellations: list[scheduler_pb2.Cancellation] = []
-        self._pauses: list[scheduler_pb2.Pause] = []
+        self._outbox = Outbox()
         self._has_mail = asyncio.Event()
         self._is_up = False
         self.workers: list[common_pb2.Worker] = []
@@ -58,17 +53,18 @@ class SchedulerClient:
 
     def submit(self, completion: Completion) -> None:
         """Send a completion to its worker."""
-        self._submissions.append(scheduler_wire.to_submission(completion))
+        self._outbox.submit(scheduler_wire.to_submission(completion))
         self._has_mail.set()
 
-    def cancel(self, handle: int, reason: CancelReason) -> None:
-        """End what was sent under the handle."""
-        self._cancellations.append(scheduler_wire.to_cancellation(handle, reason))
+    def cancel(self, completion: Completion, reason: CancelReason) -> None:
+        """End a completion that was submitted, under its handle."""
+        cancellation = scheduler_wire.to_cancellation(completion.handle, reason)
+        self._outbox.cancel(completion.request_id, cancellation)
         self._has_mail.set()
 
     def set_paused(self, handle: int, *, is_paused: bool) -> None:
         """Set aside what was sent under the handle, or let it go on."""
-        self._pauses.append(scheduler_wire.to_pause(handle, is_paused=is_paused))
+        self._outbox.pause(scheduler_wire.to_pause(handle, is_paused=is_paused))
         self._has_mail.set()
 
     async def explain(self, request_id: str) -> inference_pb2.ExplainResponse:
@@ -122,9 +118,7 @@ class SchedulerClient:
         self._is_up = False
         self.workers = []
         # What was not sent is taken back with the rest, and sent again elsewhere.
-        self._submissions.clear()
-        self._cancellations.clear()
-        self._pauses.clear()
+        self._outbox.clear()
         self._has_mail.clear()
 
     def _log_loss(self, error: BaseException | None) -> None:
@@ -156,28 +150,9 @@ class SchedulerClient:
         while True:
             await self._has_mail.wait()
             self._has_mail.clear()
-            while self._submissions or self._cancellations or self._pauses:
-                await call.write(self._next_message())
+            while self._outbox:
+                await call.write(self._outbox.take())
                 await asyncio.sleep(_MESSAGE_GAP_S)
-
-    def _next_message(self) -> scheduler_pb2.RouterMessage:
-        """What waits to be sent, or as much as may be in one message."""
-        message = scheduler_pb2.RouterMessage()
-        num_bytes, num_sent = 0, 0
-        for submission in self._submissions:
-            num_bytes += len(submission.prompt_token_ids) + len(submission.generated_token_ids)
-            if num_sent and num_bytes > _MAX_MESSAGE_BYTES:
-                break
-            message.submissions.append(submission)
-            num_sent += 1
-        del self._submissions[:num_sent]
-        if not self._submissions:
-            # Never ahead of the submission that they are about.
-            message.cancellations.extend(self._cancellations)
-            message.pauses.extend(self._pauses)
-            self._cancellations.clear()
-            self._pauses.clear()
-        return message
 
     async def _watch(self, watch: Any) -> None:
         async for snapshot in watch:

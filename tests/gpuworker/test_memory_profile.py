@@ -99,3 +99,9 @@ def test_the_largest_step_is_as_large_as_a_step_may_be(max_num_seqs: int, tokens
     batch = InputBatch(limits).apply(largest_step(limits))
     assert batch.num_tokens == min(tokens, max_num_seqs * 512)
     assert len(batch.sample_rows) == min(max_num_seqs, tokens)
+
+
+def test_attention_that_plans_as_it_goes_has_no_graphs(checkpoint: Path) -> None:
+    gpu = FakeGpu(replace(MEMORY))
+    load(checkpoint, gpu.parts, **SETTINGS | {"attention": "torch"})
+    assert gpu.recorders == []

@@ -17,6 +17,7 @@ from gpuworker.attention.triton.device import detect
 from gpuworker.kernels.fused import TritonOps
 from gpuworker.kernels.twins import TorchOps
 from tests.kernels.batches import Case, Step
+from tests.kernels.families import FAMILIES, compare, with_kernels, with_torch
 
 DEVICE = torch.device("cuda")
 MIXED = ((1, 37), (5, 130), (40, 70), (1, 1), (3, 3), (1, 5000), (6, 9000), (300, 900))
@@ -64,6 +65,23 @@ def test_flashinfer_is_right(name):
     out = step.run(FlashInferAttention(setup, DEVICE, library))[: step.shape.num_tokens]
     expected = step.expected()[: step.shape.num_tokens]
     assert (out.double() - expected).abs().max().item() < 2e-2
+
+
+@pytest.mark.parametrize("name", FAMILIES)
+def test_a_family_computes_what_torch_does_on_a_cpu(name):
+    target = detect(DEVICE)
+    ours = with_kernels(name, torch.float32, target, DEVICE)
+    compare(ours, with_torch(name, torch.float32), 1e-3)
+
+
+# In sixteen bits the experts that tie with others may differ: those families are left out.
+@pytest.mark.parametrize(
+    "name", [name for name in FAMILIES if not name.endswith(("moe", "mixtral"))]
+)
+def test_a_family_in_bfloat16_is_close_to_torch_on_a_cpu(name):
+    target = detect(DEVICE)
+    ours = with_kernels(name, torch.bfloat16, target, DEVICE)
+    compare(ours, with_torch(name, torch.bfloat16), 0.15)
 
 
 def test_a_captured_step_serves_other_requests():

@@ -31,7 +31,8 @@ class Link:
         assert completion.handle not in self.sent
         self.sent[completion.handle] = completion
 
-    def cancel(self, handle, reason):
+    def cancel(self, completion, reason):
+        handle = completion.handle
         self.cancelled.append((handle, reason))
         self.sent.pop(handle, None)
         self.paused.discard(handle)

@@ -228,8 +228,9 @@ class FakeScheduler:
 
     def _take(self, submission, connection):
         self.submissions.append(submission)
-        if self.refusals:
-            reason, text = self.refusals.pop(0)
+        lives = submission.request_id in {g.submission.request_id for g in connection.live.values()}
+        if self.refusals or lives:
+            reason, text = self.refusals.pop(0) if self.refusals else ("DUPLICATE", "it runs here")
             message = scheduler_pb2.SchedulerMessage()
             message.refusals.add(handle=submission.handle, reason=reason, message=text)
             connection.outbox.put_nowait(message)

@@ -48,6 +48,15 @@ def test_settings_narrow_a_workers_limits_and_never_widen_them() -> None:
     assert (wide.max_num_seqs, wide.max_num_batched_tokens) == (8, 32)
 
 
+def test_no_request_gets_more_than_half_of_a_step_unless_told_otherwise() -> None:
+    info = worker_info(worker(num_spec_tokens=3, pipeline_depth=1))
+    assert core_config(info, SchedulerSettings()).long_prefill_token_threshold == 16
+    narrow = SchedulerSettings(max_num_batched_tokens=4)
+    assert core_config(info, narrow).long_prefill_token_threshold == 4
+    told = SchedulerSettings(long_prefill_token_threshold=30)
+    assert core_config(info, told).long_prefill_token_threshold == 30
+
+
 def test_routers_are_told_the_limits_that_a_workers_steps_have() -> None:
     info = worker_info(worker())
     narrow = SchedulerSettings(max_num_seqs=2, max_num_batched_tokens=16)

@@ -140,9 +140,10 @@ async def test_aborting_a_queued_request_never_runs_it(depth):
 @DEPTHS
 async def test_aborting_a_prefill_between_its_chunks_frees_it_at_once(depth):
     worker = FakeGpuWorker(max_num_batched_tokens=8)
+    chunked = settings(pipeline_depth=depth, long_prefill_token_threshold=8)
     worker.hold()
     await worker.start()
-    async with running_scheduler([worker], settings(pipeline_depth=depth)) as scheduler:
+    async with running_scheduler([worker], chunked) as scheduler:
         await scheduler.ready()
         async with router_to(scheduler) as router:
             handle = await router.submit(list(range(20, 80)), 5)

@@ -118,9 +118,7 @@ async def test_without_displacing_an_urgent_request_waits_for_a_slot():
 
 
 async def test_short_prompts_wait_a_few_steps_beside_one_of_a_hundred_thousand_tokens():
-    scheduling = {"long_prefill_token_threshold": 1024}
     async with both(
-        scheduling=scheduling,
         pace_s=0.01,
         max_num_seqs=64,
         max_model_len=110_000,

@@ -196,22 +196,3 @@ async def test_what_comes_close_together_is_sent_in_one_message(stack, monkeypat
     assert len(stack.scheduler.submissions) == 8
     # The first at once, the others together.
     assert stack.scheduler.num_messages - num_before <= 2
-
-
-async def test_nothing_about_a_request_is_sent_before_its_submission(stack):
-    client = stack.services.schedulers[0]
-    call = stack.generate()
-    await stack.until(lambda: stack.scheduler.submissions)
-    [submission] = stack.scheduler.submissions
-    client._submissions = [submission] * 3
-    client._cancellations = [scheduler_pb2.Cancellation(handle=submission.handle)]
-    client._pauses = [scheduler_pb2.Pause(handle=submission.handle, paused=True)]
-    submission.prompt_token_ids = bytes(3 * 2**20)
-    sent = [client._next_message() for _ in range(3)]
-    assert [len(message.submissions) for message in sent] == [1, 1, 1]
-    assert [len(message.cancellations) for message in sent] == [0, 0, 1]
-    assert [len(message.pauses) for message in sent] == [0, 0, 1]
-    assert not client._submissions
-    assert not client._cancellations
-    assert not client._pauses
-    call.cancel()

@@ -77,3 +77,16 @@ def test_the_sandbox_lets_nothing_out():
 def test_a_broken_template_is_refused_when_it_is_loaded():
     with pytest.raises(ChatTemplateError, match="chat template is broken"):
         ChatTemplate("{% for %}", {})
+
+
+def test_whatever_roles_the_template_knows_may_be_sent():
+    source = (
+        "{% for m in messages %}{% if m.role == 'tool' %}<result>{{ m.content }}</result>"
+        "{% elif m.role in ['system', 'user', 'assistant'] %}[{{ m.role }}]{{ m.content }}"
+        "{% else %}{{ raise_exception('no role ' + m.role) }}{% endif %}{% endfor %}"
+    )
+    called = [*MESSAGES, {"role": "assistant", "content": "f()"}, {"role": "tool", "content": "4"}]
+    expected = "[system]be kind[user]<hi> & ü[assistant]f()<result>4</result>"
+    assert render(source, called) == expected
+    with pytest.raises(ChatTemplateError, match="no role wizard"):
+        render(source, [{"role": "wizard", "content": "x"}])
