@@ -92,6 +92,9 @@ def _trace(name: str, suffix: str, data: bytes) -> Record:
             trace = assemble([json.loads(line) for line in lines])
         except (ValueError, TypeError, AttributeError) as error:
             raise ValueError(f"{name} is no trace: {error!r}") from error
+    if isinstance(trace, dict) and "config" in trace and "steps" not in trace:
+        # A recording's head, alone: nothing has been asked of that scheduler since.
+        raise ValueError(f"{name}: no step is recorded in it yet")
     if not isinstance(trace, dict) or not {"config", "steps", "requests"} <= trace.keys():
         raise ValueError(f"{name} is no trace: it lacks config, requests or steps")
     return trace
