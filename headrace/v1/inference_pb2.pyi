@@ -792,6 +792,7 @@ class Model(_message.Message):
     MAX_MODEL_LEN_FIELD_NUMBER: _builtins.int
     VOCAB_SIZE_FIELD_NUMBER: _builtins.int
     NUM_READY_WORKERS_FIELD_NUMBER: _builtins.int
+    HAS_CHAT_TEMPLATE_FIELD_NUMBER: _builtins.int
     name: _builtins.str
     """What GenerateRequest.model takes."""
     max_model_len: _builtins.int
@@ -800,6 +801,8 @@ class Model(_message.Message):
     """Size of the vocabulary."""
     num_ready_workers: _builtins.int
     """Workers that serve it and are ready."""
+    has_chat_template: _builtins.bool
+    """Whether it takes messages; without a chat template it only continues text."""
     def __init__(
         self,
         *,
@@ -807,10 +810,11 @@ class Model(_message.Message):
         max_model_len: _builtins.int = ...,
         vocab_size: _builtins.int = ...,
         num_ready_workers: _builtins.int = ...,
+        has_chat_template: _builtins.bool = ...,
     ) -> None: ...
     _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["max_model_len", b"max_model_len", "name", b"name", "num_ready_workers", b"num_ready_workers", "vocab_size", b"vocab_size"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["has_chat_template", b"has_chat_template", "max_model_len", b"max_model_len", "name", b"name", "num_ready_workers", b"num_ready_workers", "vocab_size", b"vocab_size"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     def WhichOneof(self, oneof_group: _Never) -> None: ...
 
