@@ -199,3 +199,16 @@ def test_the_largest_size_is_captured_first_and_progress_is_told(checkpoint: Pat
     driver.step({0: 7})
     driver.step({0: 1})
     assert [graph.num_replays for graph in graphs.graphs] == [0, 0, 1]
+
+
+def test_smaller_graphs_captured_later_write_where_the_largest_does(checkpoint: Path) -> None:
+    """What a graph takes is measured by capturing two: no memory of one may go with the other."""
+    forward = device_runner(checkpoint).forward
+    graphs = RecordingGraphs()
+    with torch.inference_mode():
+        forward.capture([4], graphs, lambda _done, _of: None)
+        logits = forward._graph_logits
+        forward.capture([2], graphs, lambda _done, _of: None)
+        assert forward._graph_logits is logits
+        forward.capture([6], graphs, lambda _done, _of: None)
+    assert len(forward._graph_logits) == 6
