@@ -37,7 +37,7 @@ def test_a_mixed_batch_of_chunks_decodes_and_verify_rows_is_right(monkeypatch, d
     attend(Step(Case(MIXED, dtype=dtype, seed=1)), monkeypatch)
 
 
-@pytest.mark.parametrize("page", [16, 32, 64])
+@pytest.mark.parametrize("page", [8, 16, 32, 64, 128])
 @pytest.mark.parametrize("target", [SMALL_DEVICE, DESCRIPTOR_DEVICE], ids=lambda t: t.arch)
 def test_every_page_size_is_right_with_pointers_and_descriptors(monkeypatch, page, target):
     attend(Step(Case(MIXED, page=page, seed=page)), monkeypatch, target)
