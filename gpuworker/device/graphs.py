@@ -7,6 +7,7 @@ runs again.
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from contextvars import ContextVar
+from functools import cache
 from typing import Protocol
 
 import torch
@@ -31,14 +32,11 @@ class GraphRecorder(Protocol):
 
 
 class CudaGraphRecorder(GraphRecorder):
-    """Graphs of the CUDA (or ROCm) device that is current, recorded on one stream of their own.
-
-    Each stream costs tens of MiB that stay: a workspace of the matrix library.
-    """
+    """Graphs of the CUDA (or ROCm) device that is current, recorded on a stream of their own."""
 
     def __init__(self) -> None:
         self._pool = torch.cuda.graph_pool_handle()
-        self._stream = torch.cuda.Stream()  # type: ignore[no-untyped-call]
+        self._stream = _stream()
 
     def record(self, run: Callable[[], None]) -> StepGraph:
         # Once outside: kernels are compiled and libraries set up, which a capture may not do.
@@ -50,6 +48,14 @@ class CudaGraphRecorder(GraphRecorder):
         with torch.cuda.graph(graph, pool=self._pool, stream=self._stream), recording():
             run()
         return graph
+
+
+@cache
+def _stream() -> torch.cuda.Stream:
+    """The same for every recorder: each costs a workspace of the matrix library, tens of MiB that
+    stay when a recorder and its graphs, as those that memory is measured with, are gone.
+    """
+    return torch.cuda.Stream()  # type: ignore[no-untyped-call]
 
 
 @contextmanager

@@ -7,6 +7,7 @@ from typing import Any
 import pytest
 import torch
 
+from gpuworker.device import graphs
 from gpuworker.device.graphs import CudaGraphRecorder, is_recording
 
 
@@ -50,7 +51,7 @@ class NotedStream:
 
 
 @pytest.fixture
-def cuda(monkeypatch: pytest.MonkeyPatch) -> NotedCuda:
+def cuda(monkeypatch: pytest.MonkeyPatch) -> Iterator[NotedCuda]:
     noted = NotedCuda()
     replaced: dict[str, Any] = {
         "Stream": noted.make_stream,
@@ -62,12 +63,14 @@ def cuda(monkeypatch: pytest.MonkeyPatch) -> NotedCuda:
     }
     for name, stand_in in replaced.items():
         monkeypatch.setattr(torch.cuda, name, stand_in)
-    return noted
+    graphs._stream.cache_clear()
+    yield noted
+    graphs._stream.cache_clear()
 
 
-def test_all_graphs_of_a_recorder_are_warmed_up_and_captured_on_one_stream(cuda: NotedCuda) -> None:
-    recorder = CudaGraphRecorder()
-    for _ in range(3):
+def test_all_graphs_are_warmed_up_and_captured_on_one_stream(cuda: NotedCuda) -> None:
+    first, second = CudaGraphRecorder(), CudaGraphRecorder()
+    for recorder in (first, first, second):
         recorder.record(cuda.run)
     assert cuda.runs == 3 * [(1, None), (1, "pool")]
     assert cuda.num_streams == 2
