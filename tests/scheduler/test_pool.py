@@ -132,7 +132,7 @@ async def test_a_worker_that_shuts_down_finishes_what_it_has_and_is_left_alone(c
         await old.release()
         assert await router.finished(first) == [expected_tokens(PROMPTS[0], 20)]
         await until(lambda: old.num_streams == 0)
-        assert state_of(scheduler, "w0") is WorkerState.LOST
+        await until(lambda: state_of(scheduler, "w0") is WorkerState.LOST)
         assert {request_id_of(plan) for plan in old.plans} == {None, request_id_of(old.plans[0])}
     assert not [r for r in caplog.records if r.levelno >= logging.WARNING]
 
