@@ -159,6 +159,23 @@ def test_drafts_are_verified_in_a_replayed_step(
     assert driver.finish(1, 7)[:7] == second[:7]
 
 
+def test_drafts_as_many_as_a_chunks_tokens_are_launched_as_they_come(
+    checkpoint: Path, expected: list[list[int]]
+) -> None:
+    """Attention takes them for a chunk, whose layout no graph has."""
+    graphs = RecordingGraphs()
+    runner = device_runner(checkpoint)
+    with torch.inference_mode():
+        runner.forward.capture((24,), graphs, lambda _done, _all: None)
+    driver = Driver(runner)
+    prompt, sampling = REQUESTS[0]
+    driver.add(0, prompt, sampling)
+    driver.step({0: len(prompt)})
+    driver.step({0: 1}, {0: expected[0][1:] + [0] * 10})
+    assert graphs.num_replays == 0
+    assert driver.requests[0].output[:NUM_OUTPUT] == expected[0]
+
+
 def test_a_step_that_samples_nothing_starts_no_sampling(
     checkpoint: Path, expected: list[list[int]]
 ) -> None:
