@@ -34,7 +34,7 @@ from gpuworker.forward import Forward
 from gpuworker.kernels.choice import ops_for
 from gpuworker.kernels.ops import Ops
 from gpuworker.kernels.twins import TorchOps
-from gpuworker.machine import give_back_freed_memory
+from gpuworker.machine import give_back_freed_memory, gpu_driver
 from gpuworker.models.config import ModelConfig
 from gpuworker.models.decoder import Decoder
 from gpuworker.models.loader import Progress, load_decoder, with_max_model_len
@@ -202,6 +202,13 @@ def _device(name: str) -> torch.device:
     if name == "cuda" and not has_cuda:
         raise ValueError("device cuda: torch sees no GPU here")
     if name == "cpu" or not has_cuda:
+        if name == "auto" and (driver := gpu_driver()) is not None:
+            logger.warning(
+                "running on the CPU although there is a GPU driver (%s): this torch, %s, sees no "
+                "GPU; install one built for the driver, or say --device cpu",
+                driver,
+                torch.__version__,
+            )
         return torch.device("cpu")
     return torch.device("cuda", torch.cuda.current_device())
 

@@ -44,6 +44,12 @@ def give_back_freed_memory() -> None:
         trim(0)
 
 
+def gpu_driver(devices: Path = Path("/dev")) -> str | None:
+    """The device file of a GPU driver that is loaded here, NVIDIA's or AMD's; None without one."""
+    found = (devices / name for name in ("nvidiactl", "kfd"))
+    return next((str(file) for file in found if file.exists()), None)
+
+
 def _siblings(cpu: int) -> str:
     """The hardware threads of a CPU's core, or the CPU itself where the kernel does not say."""
     file = Path(f"/sys/devices/system/cpu/cpu{cpu}/topology/thread_siblings_list")

@@ -136,9 +136,14 @@ class HeadraceClient:
         async with contextlib.aclosing(self.generate(prompt, **options)) as deltas:
             return await gather(deltas)
 
-    async def abort(self, request_ids: Sequence[str]) -> list[AbortOutcome]:
-        """Ends requests, 1 to 1000 of them; outcomes come in the order asked."""
-        request = inference_pb2.AbortRequest(request_ids=request_ids)
+    async def abort(
+        self, request_ids: Sequence[str] = (), *, tenant: str = ""
+    ) -> list[AbortOutcome]:
+        """Ends requests: 1 to 1000 of them, or instead of ids all live ones of a tenant.
+
+        Outcomes come in the order asked.
+        """
+        request = inference_pb2.AbortRequest(request_ids=request_ids, tenant=tenant)
         response = await self._call("Abort", request)
         return [messages.to_outcome(outcome) for outcome in response.outcomes]
 

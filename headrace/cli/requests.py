@@ -13,21 +13,26 @@ if TYPE_CHECKING:
 
 
 @click.command()
-@click.argument("request_ids", nargs=-1, required=True, metavar="REQUEST_ID...")
+@click.argument("request_ids", nargs=-1, metavar="[REQUEST_ID...]")
+@click.option("--tenant", default="", help="End all live requests of this tenant instead.")
 @json_option
 @connection_options
-def abort(request_ids: tuple[str, ...], as_json: bool, **arguments: Any) -> None:
+def abort(request_ids: tuple[str, ...], tenant: str, as_json: bool, **arguments: Any) -> None:
     """End requests; a request that has already ended is no error.
 
     \b
-    Example:
+    Examples:
       headrace abort 5f0c1f0e9d5b4a7e8f6f3f0f8a1c2b3d
+      headrace abort --tenant batch
     """
     from headrace.types import AbortResult
 
+    if bool(request_ids) == bool(tenant):
+        raise click.UsageError("give request ids, or --tenant, and not both")
+
     async def work() -> Any:
         async with open_client(arguments) as client:
-            return await client.abort(request_ids)
+            return await client.abort(request_ids, tenant=tenant)
 
     outcomes = run(work())
     if as_json:

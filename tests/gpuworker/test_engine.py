@@ -15,6 +15,7 @@ from gpuworker.config import KvCacheSettings, WorkerSettings
 from gpuworker.engine import DeviceParts, Engine, load_engine
 from gpuworker.kernels.twins import TorchOps
 from gpuworker.kv_pool import KvPoolError, block_bytes, num_blocks_that_fit
+from gpuworker.machine import gpu_driver
 from gpuworker.models.source import open_source
 from tests.gpuworker.tiny import LLAMA, save_checkpoint
 
@@ -47,6 +48,28 @@ def test_a_cpu_gets_float32_blocks_of_16_and_512_tokens_a_step(checkpoint: Path)
     assert (limits.max_num_batched_tokens, limits.max_num_seqs) == (512, 256)
     assert limits.max_model_len == 512
     assert limits.eos_token_ids == (3, 5)
+
+
+@pytest.mark.parametrize(("device", "num_warnings"), [("auto", 1), ("cpu", 0)])
+def test_a_gpu_that_torch_does_not_see_is_not_passed_over_in_silence(
+    checkpoint: Path,
+    monkeypatch: pytest.MonkeyPatch,
+    caplog: pytest.LogCaptureFixture,
+    device: str,
+    num_warnings: int,
+) -> None:
+    monkeypatch.setattr(torch.cuda, "is_available", lambda: False)
+    monkeypatch.setattr(engine_module, "gpu_driver", lambda: "/dev/nvidiactl")
+    assert load(checkpoint, device=device).device == "cpu"
+    found = [r.getMessage() for r in caplog.records if "/dev/nvidiactl" in r.getMessage()]
+    assert len(found) == num_warnings
+    assert all("torch" in text and "--device cpu" in text for text in found)
+
+
+def test_a_driver_is_known_by_its_device_file(tmp_path: Path) -> None:
+    assert gpu_driver(tmp_path) is None
+    (tmp_path / "kfd").touch()
+    assert gpu_driver(tmp_path) == str(tmp_path / "kfd")
 
 
 def test_the_kernel_for_this_cpu_is_taken_where_it_can_be_built(

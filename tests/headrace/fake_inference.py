@@ -25,6 +25,10 @@ class FakeInference(inference_pb2_grpc.InferenceServicer):
         self.metadata: list[dict[str, str]] = []
         self.changed = asyncio.Condition()
 
+    def _live_ids_of(self, tenant: str) -> list[str]:
+        ids = [request.request_id for request in self.requests if request.tenant == tenant]
+        return [request_id for request_id in ids if self.state_by_id[request_id] == "RUNNING"]
+
     async def wait_for_state(self, request_id: str, state: str) -> None:
         async with self.changed, asyncio.timeout(10):
             await self.changed.wait_for(lambda: self.state_by_id.get(request_id) == state)
@@ -90,7 +94,7 @@ class FakeInference(inference_pb2_grpc.InferenceServicer):
 
     async def Abort(self, request, context):
         response = inference_pb2.AbortResponse()
-        for request_id in request.request_ids:
+        for request_id in request.request_ids or self._live_ids_of(request.tenant):
             state = self.state_by_id.get(request_id)
             result = "ABORTED" if state == "RUNNING" else "ALREADY_FINISHED"
             result = result if state else "NOT_FOUND"

@@ -207,6 +207,15 @@ async def test_abort_says_what_it_found(fake, client):
     await hanging.aclose()
 
 
+async def test_abort_ends_what_is_live_of_a_tenant(fake, client):
+    hanging = client.generate("hang", request_id="theirs", tenant="batch")
+    await anext(hanging)
+    await client.complete("done", request_id="over", tenant="batch")
+    (outcome,) = await client.abort(tenant="batch")
+    assert (outcome.request_id, outcome.result) == ("theirs", AbortResult.ABORTED)
+    await hanging.aclose()
+
+
 async def test_status_explain_models_pool_and_resume(client):
     await client.complete("hi", request_id="r1")
     record = await client.status("r1")

@@ -17,6 +17,16 @@ def test_abort_says_what_it_found_and_fails_for_the_unknown(headrace):
     assert json.loads(alone.stdout) == [{"request_id": "over", "result": "already finished"}]
 
 
+def test_abort_wants_ids_or_a_tenant(headrace):
+    headrace("generate", "hi", "--tenant", "batch")
+    nothing_live = headrace("abort", "--tenant", "batch")
+    assert (nothing_live.exit_code, nothing_live.stdout) == (0, "")
+    for arguments in ((), ("over", "--tenant", "batch")):
+        refused = headrace("abort", *arguments)
+        assert refused.exit_code == 2
+        assert "give request ids, or --tenant" in refused.stderr
+
+
 def test_status_is_for_people_and_for_programs(headrace):
     headrace("generate", "hi", "--request-id", "told")
     lines = headrace("status", "told").stdout.splitlines()
