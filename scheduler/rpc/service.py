@@ -7,6 +7,7 @@ from typing import Any
 import grpc.aio
 
 from headrace.service.errors import ServiceError, exhausted, invalid, not_found, unavailable
+from headrace.service.handlers import write
 from headrace.v1 import inference_pb2, scheduler_pb2, scheduler_pb2_grpc
 from scheduler.connection import RouterConnection
 from scheduler.outbox import NotTaken, OutboxClosedError
@@ -108,7 +109,7 @@ class SchedulerService(scheduler_pb2_grpc.SchedulerServicer):
 async def _write_news(connection: RouterConnection, context: Context) -> None:
     try:
         while True:
-            await context.write(wire.scheduler_message(await connection.take()))
+            await write(context, wire.scheduler_message(await connection.take()))
     except OutboxClosedError:
         raise _drained() from None
 
