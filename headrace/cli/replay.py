@@ -84,17 +84,24 @@ def _trace(name: str, suffix: str, data: bytes) -> Record:
     try:
         trace: Any = json.loads(text)
     except json.JSONDecodeError:
-        lines = text.splitlines()
-        if lines and not text.endswith("\n"):
-            # The last line of a recording that is still written, or was cut off.
-            lines.pop()
-        try:
-            trace = assemble([json.loads(line) for line in lines])
-        except (ValueError, TypeError, AttributeError) as error:
-            raise ValueError(f"{name} is no trace: {error!r}") from error
+        trace = _recording(name, text)
+    if isinstance(trace, dict) and "steps" not in trace:
+        # A recording of one line: nothing happened after its header.
+        trace = _recording(name, text)
     if not isinstance(trace, dict) or not {"config", "steps", "requests"} <= trace.keys():
         raise ValueError(f"{name} is no trace: it lacks config, requests or steps")
     return trace
+
+
+def _recording(name: str, text: str) -> Record:
+    lines = text.splitlines()
+    if lines and not text.endswith("\n"):
+        # The last line of a recording that is still written, or was cut off.
+        lines.pop()
+    try:
+        return assemble([json.loads(line) for line in lines])
+    except (ValueError, TypeError, AttributeError) as error:
+        raise ValueError(f"{name} is no trace: {error!r}") from error
 
 
 def _matches(name: str, trace: Record) -> bool:
