@@ -20,6 +20,7 @@ from scheduler.worker import RowLogprobs, WorkerInfo, WorkerResult, WorkerRole, 
 
 # One of several completions carries its number: "id#0".
 _VALID_ID = re.compile(r"[A-Za-z0-9._:-]{1,128}(#[0-9]{1,2})?")
+_MAX_ROUTER_ID_CHARS = 256
 
 # What a worker must say of itself.
 _LIMITS = (
@@ -63,6 +64,13 @@ _STATUS_BY_CANCEL_REASON = {
     scheduler_pb2.CANCEL_REASON_STOP_STRING: RequestStatus.STOPPED,
     scheduler_pb2.CANCEL_REASON_DEADLINE: RequestStatus.DEADLINE,
 }
+
+
+def check_router_id(router_id: str) -> None:
+    """ServiceError unless it can stand in a log."""
+    if len(router_id) > _MAX_ROUTER_ID_CHARS or not router_id.isprintable():
+        must = f"must be at most {_MAX_ROUTER_ID_CHARS} characters, all of them printable"
+        raise invalid("hello.router_id", must)
 
 
 def submission_of(message: scheduler_pb2.Submission) -> Submission:

@@ -78,6 +78,32 @@ async def test_a_stream_must_begin_with_hello(worker):
     assert (error.code, error.field) == (grpc.StatusCode.INVALID_ARGUMENT, "hello")
 
 
+@pytest.mark.parametrize("router_id", ["two\nlines", "nul\0", "x" * 257])
+async def test_a_router_whose_name_could_not_be_read_in_a_log_is_refused(worker, router_id):
+    async with running_scheduler([worker]) as scheduler:
+        router = FakeRouter(scheduler.address, "rude")
+        await router.send(hello=scheduler_pb2.Hello(router_id=router_id))
+        await router.read()
+        await router.close()
+    error = from_rpc_error(router.error)
+    assert (error.code, error.field) == (grpc.StatusCode.INVALID_ARGUMENT, "hello.router_id")
+
+
+async def test_a_stream_may_end_while_its_first_message_is_sent(worker, caplog):
+    async with running_scheduler([worker]) as scheduler:
+        await scheduler.ready()
+        for number in range(100):
+            router = FakeRouter(scheduler.address, "hasty")
+            await router.send(hello=scheduler_pb2.Hello(router_id="hasty"))
+            # It is refused at once, just when the stream ends.
+            await router.submit_all([([1], 1)] * 3, model="other", request_id=f"r{number}")
+            await router.call.done_writing()
+            async with asyncio.timeout(10):
+                await router.read()
+            await router.close()
+    assert not [record for record in caplog.records if record.levelname == "ERROR"]
+
+
 @pytest.mark.parametrize(
     ("fields", "reason", "text"),
     [
