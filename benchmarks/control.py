@@ -104,8 +104,19 @@ async def run(num_tokens: int, num_requests: int, max_s: float) -> Result:
         ("paced, 256 streams on 16 workers", paced(deployment(50.0, 16), 256, num_slow)),
     ):
         results[title] = await measurement
-        click.echo(f"{title}: {json.dumps(results[title])}")
+        click.echo(shown(title, results[title]))
     return results
+
+
+def shown(title: str, result: Result) -> str:
+    """For people: a line of counts, and one for each of what has parts."""
+    counts = (f"{value} {name}" for name, value in result.items() if not isinstance(value, dict))
+    lines = [f"{title}: {', '.join(counts)}"]
+    for name, parts in result.items():
+        if isinstance(parts, dict):
+            each = ", ".join(f"{part} {value:g}" for part, value in parts.items())
+            lines.append(f"  {name:18}  {each}")
+    return "\n".join(lines)
 
 
 @click.command(context_settings={"show_default": True})

@@ -3,7 +3,8 @@
 Prints copy bandwidth and matrix peak as measured, attention and the other kernels as shares of
 them, and whole models in tokens a second beside other engines that are installed; the same goes to
 build/bench-gpu.json and build/bench-gpu.md. Without a GPU nothing is measured and the exit status
-is 2; --dry-run goes through everything on a CPU, in tiny sizes, and measures nothing.
+is 2; --dry-run goes through everything on a CPU, in tiny sizes, to show that it works: its figures
+mean nothing, and go to build/dry-run.
 """
 
 import argparse
@@ -33,28 +34,36 @@ from gpuworker.attention.triton.backend import AttentionSetup
 
 NO_GPU = 2
 _OUT = Path("build")
+_DRY_OUT = _OUT / "dry-run"
 PARTS = ("kernels", "models")
 
 
 def main(arguments: Sequence[str] | None = None) -> int:
-    parser = argparse.ArgumentParser(description=__doc__)
+    parser = argparse.ArgumentParser("python -m benchmarks.gpu", description=__doc__)
     parser.add_argument("--repeats", type=int, default=20, help="timed runs of each (median)")
     parser.add_argument("--only", choices=PARTS, help="one part; both by default")
-    parser.add_argument("--out", type=Path, default=_OUT, help="folder of the written results")
-    parser.add_argument("--dry-run", action="store_true", help="on a CPU, measuring nothing")
+    parser.add_argument("--out", type=Path, help="folder of the written results")
+    parser.add_argument("--dry-run", action="store_true", help="on a CPU; no figure means anything")
     options = parser.parse_args(arguments)
     if not options.dry_run and not torch.cuda.is_available():
-        print("bench-gpu: there is no GPU here, nothing was measured", file=sys.stderr)
+        print(
+            "bench-gpu: torch sees no GPU here, nothing was measured"
+            ' (make bench-gpu ARGS="--dry-run" goes through it on a CPU)',
+            file=sys.stderr,
+        )
         return NO_GPU
     machine = gpu_machine.dry() if options.dry_run else gpu_machine.gpu(options.repeats)
     peaks = gpu_machine.measure_peaks(machine)
     name = f"{machine.name}, {machine.target.arch}, {machine.target.num_processors} processors"
+    if machine.is_dry:
+        name = "dry run on a CPU: no figure below means anything"
     print(f"{name}\nmeasured {peaks}\n")
     tables = []
     for table in _tables(machine, peaks, options.only):
         print(table.text() + "\n", flush=True)
         tables.append(table)
-    _write(options.out, name, peaks, tables)
+    # Apart, so that it never takes the place of what a GPU gave.
+    _write(options.out or (_DRY_OUT if machine.is_dry else _OUT), name, peaks, tables)
     return 0
 
 

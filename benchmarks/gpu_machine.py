@@ -14,6 +14,7 @@ import torch
 
 from gpuworker.attention.triton.configs import Target
 from gpuworker.attention.triton.device import detect, float8_type
+from gpuworker.device.graphs import CudaGraphRecorder
 
 GIGA, TERA = 1e9, 1e12
 
@@ -40,16 +41,11 @@ class GraphTimer(Timer):
         self._repeats = repeats
 
     def seconds(self, call: Callable[[], object]) -> float:
-        side = torch.cuda.Stream()
-        side.wait_stream(torch.cuda.current_stream())
-        with torch.cuda.stream(side):
-            for _ in range(3):
-                call()
-        torch.cuda.synchronize()
-        graph = torch.cuda.CUDAGraph()
-        with torch.cuda.graph(graph):
+        def calls() -> None:
             for _ in range(self.num_calls):
                 call()
+
+        graph = CudaGraphRecorder().record(calls)
         graph.replay()
         times = []
         for _ in range(self._repeats):

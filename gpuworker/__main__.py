@@ -6,6 +6,7 @@ import os
 import platform
 import sys
 import time
+from collections.abc import Coroutine
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from typing import Any
@@ -23,6 +24,8 @@ logger = logging.getLogger("gpuworker")
 
 _CLOSE_STREAMS_S = 1.0
 _PROGRESS_EVERY_S = 2.0
+# Exit status once the device has failed: an illegal access, a double-bit error, lost from the bus.
+_DEVICE_LOST = 3
 
 _SECTIONS: dict[str, type[msgspec.Struct]] = {
     "gpuworker": WorkerSettings,
@@ -83,7 +86,7 @@ async def serve(
     write_address(process, await server.start())
     stopping = asyncio.create_task(stop.wait())
     loading = asyncio.get_running_loop().run_in_executor(model_thread, _load, gpuworker, kv_cache)
-    is_thread_busy = True
+    is_thread_busy, status = True, 0
     try:
         await asyncio.wait([stopping, loading], return_when=asyncio.FIRST_COMPLETED)
         if loading.done():
@@ -91,9 +94,12 @@ async def serve(
             service.set_engine(loading.result())
             keep_for_good()
             await server.set_serving(True)
-            await stopping
+            is_device_lost = await _first(service.device_lost(), stopping)
             await server.set_serving(False)
-            if not await service.drain(serving.drain_timeout_s):
+            if is_device_lost:
+                logger.critical("the device has failed; what starts us must start us again")
+                is_thread_busy, status = True, _DEVICE_LOST
+            elif not await service.drain(serving.drain_timeout_s):
                 logger.warning("stopping with requests that are not finished")
                 is_thread_busy = True
     finally:
@@ -104,9 +110,20 @@ async def serve(
         traces.shutdown()
     model_thread.shutdown(wait=False, cancel_futures=True)
     if is_thread_busy:
-        # A load or a step cannot be interrupted, and the interpreter would wait for its thread.
+        # A load or a step cannot be interrupted, and the interpreter would wait for its thread;
+        # after a fault, freeing what is on the device can wait for ever.
         sys.stderr.flush()
-        os._exit(0)
+        os._exit(status)
+
+
+async def _first(one: Coroutine[Any, Any, None], other: "asyncio.Task[Any]") -> bool:
+    """Whether `one` ends before `other`; it is cancelled if not."""
+    task = asyncio.create_task(one)
+    await asyncio.wait([task, other], return_when=asyncio.FIRST_COMPLETED)
+    if task.done():
+        return True
+    task.cancel()
+    return False
 
 
 def _load(settings: WorkerSettings, kv_cache: KvCacheSettings) -> Any:

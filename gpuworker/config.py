@@ -14,7 +14,9 @@ class WorkerSettings(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
         str, help_text("GGUF file, Hugging Face folder, or a name that can be fetched.")
     ] = ""
     model_name: Annotated[str, help_text("What requests call it; the model's own by default.")] = ""
-    worker_id: Annotated[str, help_text("Stable name; the host's by default.")] = ""
+    worker_id: Annotated[
+        str, help_text("Stable name, another for each worker; the host's by default.")
+    ] = ""
     device: Annotated[
         Literal["auto", "cpu", "cuda"], help_text("auto is a GPU where there is one.")
     ] = "auto"

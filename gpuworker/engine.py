@@ -33,6 +33,7 @@ from gpuworker.device.transfers import CudaTransfers, HostTransfers, Transfers
 from gpuworker.forward import Forward
 from gpuworker.kernels.choice import ops_for
 from gpuworker.kernels.ops import Ops
+from gpuworker.kernels.twins import TorchOps
 from gpuworker.machine import give_back_freed_memory
 from gpuworker.models.config import ModelConfig
 from gpuworker.models.decoder import Decoder
@@ -80,9 +81,10 @@ class DeviceParts:
         """The fused kernels on a GPU, torch's own elsewhere."""
         if device.type == "cpu":
             return DeviceParts(ops_for(device), HostTransfers())
-        return DeviceParts(
-            ops_for(device), CudaTransfers(device), CudaGraphRecorder, CudaMemory(device)
-        )
+        ops = ops_for(device)
+        # Torch's own passes ask the device for numbers, which cannot be recorded.
+        make_recorder = None if isinstance(ops, TorchOps) else CudaGraphRecorder
+        return DeviceParts(ops, CudaTransfers(device), make_recorder, CudaMemory(device))
 
 
 def load_engine(

@@ -73,8 +73,11 @@ class Forward:
         """
         if not sizes:
             return
-        shape = (sizes[-1], self._decoder.config.vocab_size)
-        self._graph_logits = torch.empty(shape, dtype=torch.float32, device=self._decoder.device)
+        if len(self._graph_logits) < sizes[-1]:
+            shape = (sizes[-1], self._decoder.config.vocab_size)
+            self._graph_logits = torch.empty(
+                shape, dtype=torch.float32, device=self._decoder.device
+            )
         for done, size in enumerate(reversed(sizes)):
             progress(done, len(sizes))
             self._graphs[size] = self._record(size, recorder, self._graph_logits[:size])

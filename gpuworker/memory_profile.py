@@ -17,9 +17,15 @@ from gpuworker.runner import ModelRunner
 
 # Of a pool that only serves to be measured with: the null block and the one that all rows share.
 NUM_PROFILE_BLOCKS = 2
-# Everything that takes memory while tokens are chosen.
+# Everything that takes memory while tokens are chosen, or a kernel that would be compiled later,
+# while requests wait.
 _COSTLY = SamplingSettings(
-    temperature=1.0, top_p=0.9, frequency_penalty=0.1, repetition_penalty=1.1, num_logprobs=0
+    temperature=1.0,
+    top_p=0.9,
+    frequency_penalty=0.1,
+    repetition_penalty=1.1,
+    logit_bias=((0, 1.0),),
+    num_logprobs=0,
 )
 _GIB = 1 << 30
 

@@ -14,57 +14,38 @@ import contextlib
 import time
 import uuid
 from collections import defaultdict
-from collections.abc import AsyncGenerator, AsyncIterator, Iterable, Iterator, Sequence
+from collections.abc import AsyncGenerator, AsyncIterator, Iterator, Sequence
 from contextlib import nullcontext
-from dataclasses import fields
 from typing import Any, Self
 
 import grpc
 import grpc.aio
 from opentelemetry.trace import SpanKind
 
+from headrace import messages
+from headrace.messages import Prompt
 from headrace.service import telemetry
 from headrace.service.channels import ChannelConfig, connect_failure, open_channel
-from headrace.service.errors import ServiceError, from_rpc_error, invalid
+from headrace.service.errors import ServiceError, from_rpc_error
 from headrace.types import (
     AbortOutcome,
-    AbortResult,
     ChatMessage,
     Completion,
     Delta,
-    ExplainEvent,
     Explanation,
-    FinishReason,
     ModelInfo,
     Output,
     PoolInfo,
     RequestRecord,
     Sampling,
     TokenLogprobs,
-    Usage,
-    WorkerInfo,
 )
-from headrace.v1 import common_pb2, inference_pb2, inference_pb2_grpc
+from headrace.v1 import inference_pb2, inference_pb2_grpc
 
-__all__ = ["ChannelConfig", "ChatMessage", "HeadraceClient", "Sampling", "ServiceError"]
-
-Prompt = str | Sequence[int] | Sequence[ChatMessage]
+__all__ = ["ChannelConfig", "ChatMessage", "HeadraceClient", "Prompt", "Sampling", "ServiceError"]
 
 _SERVICE = "headrace.v1.Inference"
 _CALL_TIMEOUT_S = 15.0
-
-_FINISH_REASONS = {
-    common_pb2.FINISH_REASON_STOP: FinishReason.STOP,
-    common_pb2.FINISH_REASON_LENGTH: FinishReason.LENGTH,
-    common_pb2.FINISH_REASON_ABORTED: FinishReason.ABORTED,
-    common_pb2.FINISH_REASON_ERROR: FinishReason.ERROR,
-    common_pb2.FINISH_REASON_DEADLINE: FinishReason.DEADLINE,
-    common_pb2.FINISH_REASON_REPETITION: FinishReason.REPETITION,
-}
-_ABORT_RESULTS = {
-    inference_pb2.AbortOutcome.RESULT_ABORTED: AbortResult.ABORTED,
-    inference_pb2.AbortOutcome.RESULT_ALREADY_FINISHED: AbortResult.ALREADY_FINISHED,
-}
 
 
 class HeadraceClient:
@@ -127,11 +108,11 @@ class HeadraceClient:
         Raises:
             ServiceError: refused, or failed on the way; reason UNREACHABLE: no server there.
         """
-        with _naming("request"):
+        with messages.naming("request"):
             request = inference_pb2.GenerateRequest(
                 request_id=request_id or new_request_id(),
                 model=model,
-                sampling=_sampling(sampling or Sampling()),
+                sampling=messages.sampling_params(sampling or Sampling()),
                 priority=priority,
                 tenant=tenant,
                 cache_salt=cache_salt,
@@ -139,8 +120,8 @@ class HeadraceClient:
                 echo=echo,
                 keep_special_tokens=keep_special_tokens,
             )
-        with _naming("prompt"):
-            _set_prompt(request, prompt)
+        with messages.naming("prompt"):
+            messages.set_prompt(request, prompt)
         if deadline_s is not None:
             request.deadline.FromNanoseconds(time.time_ns() + int(deadline_s * 1e9))
         return self._stream("Generate", request)
@@ -159,63 +140,26 @@ class HeadraceClient:
         """Ends requests, 1 to 1000 of them; outcomes come in the order asked."""
         request = inference_pb2.AbortRequest(request_ids=request_ids)
         response = await self._call("Abort", request)
-        return [
-            AbortOutcome(o.request_id, _ABORT_RESULTS.get(o.result, AbortResult.NOT_FOUND))
-            for o in response.outcomes
-        ]
+        return [messages.to_outcome(outcome) for outcome in response.outcomes]
 
     async def status(self, request_id: str) -> RequestRecord:
         """Where a request stands; ServiceError NOT_FOUND when nothing is known of it."""
         request = inference_pb2.GetStatusRequest(request_id=request_id)
-        r = await self._call("GetStatus", request)
-        return RequestRecord(
-            request_id=r.request_id,
-            state=r.state,
-            epoch=r.epoch,
-            tenant=r.tenant,
-            model=r.model,
-            create_time_unix_s=r.create_time.ToNanoseconds() / 1e9,
-            update_time_unix_s=r.update_time.ToNanoseconds() / 1e9,
-            prompt_tokens=r.prompt_tokens,
-            completion_tokens=r.completion_tokens,
-            detail=r.detail,
-        )
+        return messages.to_record(await self._call("GetStatus", request))
 
     async def explain(self, request_id: str) -> Explanation:
         """Why a request, running or recently finished, got what it got."""
         request = inference_pb2.ExplainRequest(request_id=request_id)
-        r = await self._call("Explain", request)
-        return Explanation(
-            request_id=r.request_id,
-            events=tuple(map(_explain_event, r.events)),
-            steps_waited_by_cause=dict(r.steps_waited_by_cause),
-            recomputed_tokens=r.recomputed_tokens,
-            cached_tokens=r.cached_tokens,
-            num_preemptions=r.num_preemptions,
-        )
+        return messages.to_explanation(await self._call("Explain", request))
 
     async def models(self) -> list[ModelInfo]:
         """Models that at least one worker serves, by name."""
         response = await self._call("ListModels", inference_pb2.ListModelsRequest())
-        return [
-            ModelInfo(
-                name=m.name,
-                max_model_len=m.max_model_len,
-                vocab_size=m.vocab_size,
-                num_ready_workers=m.num_ready_workers,
-            )
-            for m in response.models
-        ]
+        return [messages.to_model(model) for model in response.models]
 
     async def pool(self) -> PoolInfo:
         """The workers and their load, as the router sees them."""
-        response = await self._call("GetPool", inference_pb2.GetPoolRequest())
-        return PoolInfo(
-            workers=tuple(map(_worker, response.workers)),
-            num_queued=response.num_queued,
-            num_in_flight=response.num_in_flight,
-            num_paused=response.num_paused,
-        )
+        return messages.to_pool(await self._call("GetPool", inference_pb2.GetPoolRequest()))
 
     async def _call(self, method: str, request: Any) -> Any:
         """One unary call, its errors mapped; part of the caller's trace, but it begins none."""
@@ -235,7 +179,7 @@ class HeadraceClient:
         try:
             with self._errors():
                 async for response in call:
-                    for delta in _deltas(response):
+                    for delta in messages.to_deltas(response):
                         yield delta
         except BaseException as error:
             telemetry.note_error(span, error)
@@ -298,101 +242,4 @@ def _output(deltas: Sequence[Delta]) -> Output:
         finish_reason=ended.finish_reason if ended else None,
         matched_stop=ended.matched_stop if ended else None,
         logprobs=tuple(entry for d in deltas for entry in d.logprobs),
-    )
-
-
-def _set_prompt(request: inference_pb2.GenerateRequest, prompt: Prompt) -> None:
-    if isinstance(prompt, str):
-        request.text = prompt
-    elif prompt and isinstance(prompt[0], ChatMessage):
-        request.chat.SetInParent()
-        for message in prompt:
-            request.chat.messages.add(role=message.role, content=message.content)  # type: ignore[union-attr]
-    else:
-        request.token_ids.ids.extend(prompt)  # type: ignore[arg-type]
-        request.token_ids.SetInParent()
-
-
-def _sampling(sampling: Sampling) -> common_pb2.SamplingParams:
-    """Names are the same on both sides; None stays unset."""
-    params = common_pb2.SamplingParams()
-    for field in fields(Sampling):
-        if (value := getattr(sampling, field.name)) is not None:
-            with _naming(field.name):
-                params.MergeFrom(common_pb2.SamplingParams(**{field.name: value}))
-    return params
-
-
-@contextlib.contextmanager
-def _naming(field: str) -> Iterator[None]:
-    """What the wire cannot carry (a negative count, half a character) is the field's fault."""
-    try:
-        yield
-    except (TypeError, ValueError) as error:
-        raise invalid(field, str(error)) from error
-
-
-def _deltas(response: inference_pb2.GenerateResponse) -> Iterator[Delta]:
-    """One delta per output; what belongs to the whole request goes with the last or first."""
-    usage = None
-    if response.HasField("usage"):
-        usage = Usage(**{f.name: getattr(response.usage, f.name) for f in fields(Usage)})
-    prompt_logprobs = _logprobs(response.prompt_logprobs)
-    last = len(response.outputs) - 1
-    if last < 0:
-        yield Delta(request_id=response.request_id, usage=usage, prompt_logprobs=prompt_logprobs)
-    for i, output in enumerate(response.outputs):
-        matched = output.WhichOneof("matched_stop")
-        yield Delta(
-            request_id=response.request_id,
-            index=output.index,
-            text=output.text,
-            token_ids=tuple(output.token_ids),
-            first_token_position=output.first_token_position,
-            logprobs=_logprobs(output.logprobs),
-            text_offsets=tuple(output.text_offsets),
-            finish_reason=_FINISH_REASONS.get(output.finish_reason),
-            matched_stop=getattr(output, matched) if matched else None,
-            usage=usage if i == last else None,
-            prompt_logprobs=prompt_logprobs if i == 0 else (),
-        )
-
-
-def _logprobs(entries: Iterable[common_pb2.TokenLogprobs]) -> tuple[TokenLogprobs, ...]:
-    return tuple(
-        TokenLogprobs(
-            e.token_id, e.logprob, e.rank, tuple(zip(e.top_token_ids, e.top_logprobs, strict=True))
-        )
-        for e in entries
-    )
-
-
-def _explain_event(e: inference_pb2.ExplainEvent) -> ExplainEvent:
-    return ExplainEvent(
-        first_step=e.first_step,
-        last_step=e.last_step,
-        kind=e.kind,
-        detail=e.detail,
-        num_tokens=e.num_tokens,
-        queue_position=e.queue_position if e.HasField("queue_position") else None,
-        time_unix_s=e.time_unix_s,
-    )
-
-
-def _worker(w: common_pb2.Worker) -> WorkerInfo:
-    return WorkerInfo(
-        worker_id=w.worker_id,
-        model=w.model,
-        role=common_pb2.WorkerRole.Name(w.role).removeprefix("WORKER_ROLE_").lower(),
-        state=common_pb2.WorkerState.Name(w.state).removeprefix("WORKER_STATE_").lower(),
-        device=w.device,
-        dtype=w.dtype,
-        num_running=w.num_running,
-        num_waiting=w.num_waiting,
-        max_num_seqs=w.max_num_seqs,
-        num_free_kv_blocks=w.num_free_kv_blocks,
-        num_kv_blocks=w.num_kv_blocks,
-        block_size=w.block_size,
-        max_model_len=w.max_model_len,
-        max_num_batched_tokens=w.max_num_batched_tokens,
     )

@@ -192,12 +192,13 @@ class Explanation:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class ModelInfo:
-    """A model that is served."""
+    """A model that is served; without a chat template it takes no messages."""
 
     name: str
     max_model_len: int
     vocab_size: int
     num_ready_workers: int
+    has_chat_template: bool
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

@@ -60,7 +60,8 @@ class StreamsConfig(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
     max_unread_tokens: Annotated[
         int,
         help_text(
-            "Tokens of a completion that may wait for its client; with logprobs an eighth.",
+            "Tokens of a completion that may wait for its client, beyond what the connection's"
+            " buffers hold; with logprobs an eighth.",
             ge=1,
         ),
     ] = 65_536
@@ -74,19 +75,23 @@ class StreamsConfig(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
 
 
 class TenantConfig(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
-    """What each tenant may have, for those that are not named; 0 is no limit."""
+    """What each tenant may have, for those that are not named."""
 
     weight: Annotated[float, help_text("Share of a tenant beside others that wait.", gt=0)] = 1.0
-    max_live_requests: Annotated[int, help_text("Requests of a tenant answered at once.", ge=0)] = 0
+    max_live_requests: Annotated[
+        int, help_text("Requests of a tenant answered at once; 0: no limit.", ge=0)
+    ] = 0
     max_queued_requests: Annotated[
-        int, help_text("Completions of a tenant that may wait.", ge=0)
+        int, help_text("Completions of a tenant that may wait; 0: no limit.", ge=0)
     ] = 0
     max_queued_tokens: Annotated[
-        int, help_text("Prompt tokens of a tenant that may wait.", ge=0)
+        int, help_text("Prompt tokens of a tenant that may wait; 0: no limit.", ge=0)
     ] = 0
-    requests_per_minute: Annotated[float, help_text("Requests that a tenant may send.", ge=0)] = 0.0
+    requests_per_minute: Annotated[
+        float, help_text("Requests that a tenant may send; 0: no limit.", ge=0)
+    ] = 0.0
     tokens_per_minute: Annotated[
-        float, help_text("Prompt and output tokens that a tenant may use.", ge=0)
+        float, help_text("Prompt and output tokens that a tenant may use; 0: no limit.", ge=0)
     ] = 0.0
 
     def limits(self) -> TenantLimits:

@@ -8,7 +8,6 @@ worker's stream: when that breaks, `take_requests` hands over what was not finis
 import asyncio
 from collections import deque
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass
 
 import numpy as np
 
@@ -20,13 +19,13 @@ from scheduler.core.plan import (
     FinishedRequest,
     Int32Array,
     Int64Array,
-    NewRequest,
     RequestStatus,
     StepPlan,
 )
 from scheduler.core.recording import Recorder
 from scheduler.core.scheduler import SchedulerCore
 from scheduler.in_flight import InFlight
+from scheduler.inbox import Cancel, Inbox, Message, Pausing
 from scheduler.recording import Recording
 from scheduler.requests import LiveRequest, Submission
 from scheduler.switchboard import Finish, Start, StepNews, Switchboard
@@ -42,24 +41,6 @@ from scheduler.worker import (
 # How often a loop that has requests, but nothing to run, looks again (deadlines, pauses, rows that
 # the worker may forget).
 _STUCK_RETRY_S = 0.1
-
-
-@dataclass(frozen=True, slots=True)
-class Cancel:
-    """A message to the loop: end a request."""
-
-    request: LiveRequest
-    status: RequestStatus
-
-
-@dataclass(frozen=True, slots=True)
-class Pausing:
-    """A message to the loop: set a request aside or go on with it, as its is_paused says then."""
-
-    request: LiveRequest
-
-
-Message = LiveRequest | Cancel | Pausing
 
 
 class Engine:
@@ -102,12 +83,9 @@ class Engine:
         self._clock = clock
         self._pipeline_depth = pipeline_depth
         self._step_timeout_s = step_timeout_s
-        self._hashes_ahead = hashes_ahead
 
         self._requests: dict[int, LiveRequest] = {}
-        self._inbox: deque[Message] = deque()
-        # Long prompts on their way to the core, oldest first.
-        self._unhashed: dict[int, NewRequest] = {}
+        self._inbox = Inbox(self._driver, info, switchboard, clock=clock, hashes_ahead=hashes_ahead)
         self._results: deque[WorkerResult] = deque()
         self._in_flight: deque[InFlight] = deque()
         self._key_by_row: Int64Array = np.zeros(info.max_num_seqs, dtype=np.int64)
@@ -190,18 +168,8 @@ class Engine:
         worker.
         """
         suspects = {int(key) for flight in self._in_flight for key in flight.keys}
-        cancelled = [message for message in self._inbox if isinstance(message, Cancel)]
-        not_in_core = {m.key for m in self._inbox if isinstance(m, LiveRequest)} | set(
-            self._unhashed
-        )
-        self._inbox.clear()
-        finished = [
-            self._finish(intake.unscheduled_end(message.request, message.status))
-            for message in cancelled
-            if message.request.key in self._requests
-        ]
-        if finished:
-            self._switchboard.publish(StepNews(finished=finished))
+        not_in_core, cancelled = self._inbox.give_up()
+        self._publish_ends([facts for facts in cancelled if facts.key in self._requests])
         for request in self._requests.values():
             if request.key not in not_in_core:
                 request.generated_token_ids = self._core.output_token_ids(request.key)
@@ -211,7 +179,7 @@ class Engine:
         return taken
 
     def _tell(self, message: Message) -> None:
-        self._inbox.append(message)
+        self._inbox.tell(message)
         self._wake.set()
 
     async def _receive_results(self) -> None:
@@ -227,82 +195,25 @@ class Engine:
     async def _step_for_ever(self) -> None:
         while True:
             self._wake.clear()
-            self._read_inbox()
+            ended = self._inbox.read()
+            if ended is not None:
+                self._is_worth_planning = True
+                self._publish_ends(ended)
             while self._results:
                 self._apply_result(self._results.popleft())
             if self.is_draining and not self._requests:
                 raise WorkerDrainedError("it has finished what it had")
             while self._is_worth_planning and len(self._in_flight) < self._pipeline_depth:
                 await self._plan_step()
-            if self._unhashed:
-                self._hash_slice()
+            if self._inbox.is_hashing:
+                self._is_worth_planning |= self._inbox.hash_slice()
                 await asyncio.sleep(0)
             else:
                 await self._wait()
 
-    def _read_inbox(self) -> None:
-        finished = []
-        while self._inbox:
-            self._is_worth_planning = True
-            match self._inbox.popleft():
-                case Cancel(request, status):
-                    if (facts := self._abort(request, status)) is not None:
-                        finished.append(self._finish(facts))
-                case Pausing(request):
-                    self._pause_or_continue(request)
-                case request:
-                    if (facts := self._add(request)) is not None:
-                        finished.append(self._finish(facts))
-        if finished:
-            self._switchboard.publish(StepNews(finished=finished))
-
-    def _abort(self, request: LiveRequest, status: RequestStatus) -> FinishedRequest | None:
-        """How it ended just now; None if it had ended."""
-        if self._unhashed.pop(request.key, None) is not None:
-            return intake.unscheduled_end(request, status)
-        return self._driver.abort(request.key, status)
-
-    def _add(self, request: LiveRequest) -> FinishedRequest | None:
-        """Give it to the core; how it ended if there is nothing left to do."""
-        end = self.end_reached(request.submission, request.generated_token_ids)
-        if end is not None:
-            self._journal.admitted(request, 0, self._info.worker_id)
-            return intake.unscheduled_end(request, end)
-        new_request = intake.new_request(request, self._info, hashes_ahead=self._hashes_ahead)
-        if new_request.block_hashes is None:
-            self._give_to_core(new_request)
-        else:
-            self._unhashed[request.key] = new_request
-        return None
-
-    def _give_to_core(self, new_request: NewRequest) -> None:
-        self._driver.add_request(new_request, self._clock())
-        if (request := self._requests[new_request.key]).is_paused:
-            self._pause_or_continue(request)
-
-    def _pause_or_continue(self, request: LiveRequest) -> None:
-        """Bring the core to what is wanted; it knows no request that has ended or is not hashed."""
-        if not request.is_paused:
-            self._driver.continue_request(request.key)
-        elif self._driver.pause_request(request.key):
-            self._journal.paused(request)
-            # What it held is free, whether or not there is anything else to run.
-            self._switchboard.bell.ring()
-
-    def _hash_slice(self) -> None:
-        """Hash a little of the oldest long prompt; once done, the core has it."""
-        key, new_request = next(iter(self._unhashed.items()))
-        assert new_request.block_hashes is not None, "only such requests wait for it"
-        if new_request.block_hashes.advance(new_request.prompt_token_ids):
-            del self._unhashed[key]
-            self._give_to_core(new_request)
-            self._is_worth_planning = True
-
     async def _plan_step(self) -> None:
         plan = self._driver.schedule(self._clock())
-        if plan.expired:
-            expired = [self._finish(facts) for facts in plan.expired]
-            self._switchboard.publish(StepNews(finished=expired))
+        self._publish_ends(plan.expired)
         for key in plan.preempted_keys:
             self._journal.preempted(self._requests[key])
         started = self._note_admissions(plan.admissions) if plan.admissions else ()
@@ -375,10 +286,16 @@ class Engine:
                 )
             )
         if self._recording is not None and self._recording.has_failed:
-            self._driver = self._core
+            self._driver = self._inbox.driver = self._core
         self.num_steps += 1
         self._is_worth_planning = True
         self._last_progress_s = asyncio.get_running_loop().time()
+
+    def _publish_ends(self, ended: Sequence[FinishedRequest]) -> None:
+        """Tell of requests that ended, and not by a result."""
+        if ended:
+            finished = [self._finish(facts) for facts in ended]
+            self._switchboard.publish(StepNews(finished=finished))
 
     def _finish(self, facts: FinishedRequest, message: str = "") -> Finish:
         return Finish(self._requests.pop(facts.key), facts, message)

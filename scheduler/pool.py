@@ -7,7 +7,7 @@ Requests of a lost worker wait here until a worker of their model can go on with
 import asyncio
 import logging
 from collections.abc import Callable, Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 from scheduler.config import PoolSettings
 from scheduler.core.explain import Explanation
@@ -214,7 +214,23 @@ class Pool:
             await asyncio.sleep(retry_s)
             retry_s = min(2 * retry_s, _MAX_RETRY_S)
 
+    def _named_apart(self, worker: ManagedWorker, info: WorkerInfo) -> WorkerInfo:
+        """With an id that no other worker here has: routers tell workers apart by it."""
+        ids = {w.info.worker_id for w in self._workers if w is not worker and w.info is not None}
+        if info.worker_id not in ids:
+            return info
+        apart = f"{info.worker_id}@{worker.address}"
+        logger.warning(
+            "the worker at %s calls itself %s, as another does, and is %s here; give each its own"
+            " --worker-id",
+            worker.address,
+            info.worker_id,
+            apart,
+        )
+        return replace(info, worker_id=apart)
+
     def _start(self, worker: ManagedWorker, info: WorkerInfo) -> Engine:
+        info = self._named_apart(worker, info)
         worker.engine = self._make_engine(info, worker.connector.execute())
         worker.info = worker.engine.info
         worker.state = WorkerState.READY

@@ -4,13 +4,17 @@ What is recorded reads and writes the same addresses each time it is repeated, a
 runs again.
 """
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
+from contextvars import ContextVar
+from functools import cache
 from typing import Protocol
 
 import torch
 
 # Beyond this many tokens a step's kernels are long enough to hide their launches.
 _MAX_GRAPH_TOKENS = 512
+_is_recording = ContextVar("is_recording", default=False)
 
 
 class StepGraph(Protocol):
@@ -28,22 +32,45 @@ class GraphRecorder(Protocol):
 
 
 class CudaGraphRecorder(GraphRecorder):
-    """Graphs of the CUDA (or ROCm) device that is current."""
+    """Graphs of the CUDA (or ROCm) device that is current, recorded on a stream of their own."""
 
     def __init__(self) -> None:
         self._pool = torch.cuda.graph_pool_handle()
+        self._stream = _stream()
 
     def record(self, run: Callable[[], None]) -> StepGraph:
         # Once outside: kernels are compiled and libraries set up, which a capture may not do.
-        stream = torch.cuda.Stream()  # type: ignore[no-untyped-call]
-        stream.wait_stream(torch.cuda.current_stream())
-        with torch.cuda.stream(stream):
+        self._stream.wait_stream(torch.cuda.current_stream())
+        with torch.cuda.stream(self._stream), recording():
             run()
-        torch.cuda.current_stream().wait_stream(stream)
+        torch.cuda.current_stream().wait_stream(self._stream)
         graph = torch.cuda.CUDAGraph()
-        with torch.cuda.graph(graph, pool=self._pool):
+        with torch.cuda.graph(graph, pool=self._pool, stream=self._stream), recording():
             run()
         return graph
+
+
+@cache
+def _stream() -> torch.cuda.Stream:
+    """The same for every recorder: each costs a workspace of the matrix library, tens of MiB that
+    stay when a recorder and its graphs, as those that memory is measured with, are gone.
+    """
+    return torch.cuda.Stream()  # type: ignore[no-untyped-call]
+
+
+@contextmanager
+def recording() -> Iterator[None]:
+    """What a recorder runs, the first time included: see `is_recording`."""
+    token = _is_recording.set(True)
+    try:
+        yield
+    finally:
+        _is_recording.reset(token)
+
+
+def is_recording() -> bool:
+    """Whether what runs is to be recorded: it may not ask the device for anything."""
+    return _is_recording.get()
 
 
 def default_sizes(max_num_tokens: int) -> tuple[int, ...]:

@@ -11,12 +11,18 @@ logger = logging.getLogger(__name__)
 
 
 def ops_for(device: torch.device) -> Ops:
-    """Fused kernels on a GPU, torch elsewhere; triton is imported only where it is used."""
+    """Fused kernels on a GPU, torch elsewhere; triton is imported only where it is used.
+
+    Raises:
+        ValueError: triton is there but cannot start kernels.
+    """
     if device.type != "cuda":
         return TorchOps()
     try:
         from gpuworker.kernels.fused import TritonOps
+        from gpuworker.kernels.launch import make_ready
     except ImportError as error:
         logger.warning("norms, rotations and gates by torch, which is slower: %s", error)
         return TorchOps()
+    make_ready()
     return TritonOps()

@@ -5,6 +5,7 @@ quarter of that. Under Triton's interpreter (TRITON_INTERPRET=1, read when trito
 kernel is Python and is called as such.
 """
 
+import subprocess
 from collections.abc import Mapping
 from typing import Any
 
@@ -17,6 +18,22 @@ Grid = tuple[int, int, int]
 # Triton's AMD backend addresses tensors below this with 32 bits.
 _SMALL_BYTES = 1 << 31
 _ALIGNMENT = 16
+
+
+def make_ready() -> None:
+    """Has Triton build what it starts kernels with, for the GPU that is here.
+
+    Raises:
+        ValueError: it cannot; the message says what it takes.
+    """
+    try:
+        triton.runtime.driver.active.get_current_device()
+    except (RuntimeError, AssertionError, OSError, subprocess.CalledProcessError) as error:
+        raise ValueError(
+            f"the GPU's kernels cannot be started: {error}. Triton builds a small module for that, "
+            "and needs a C compiler (gcc, clang or $CC), Python's headers (python3-dev) and a "
+            "folder to write to (~/.triton or $TRITON_CACHE_DIR)"
+        ) from error
 
 
 class HeldKernel:

@@ -11,6 +11,7 @@ from typing import Protocol
 import torch
 from torch.nn import functional
 
+from gpuworker.device.graphs import is_recording
 from gpuworker.models.linear import Added, Linear, padded_rows
 from gpuworker.models.mlp import Mlp
 
@@ -121,7 +122,7 @@ class GroupedExperts(Experts):
     def __call__(
         self, x: torch.Tensor, weights: torch.Tensor, chosen: torch.Tensor
     ) -> torch.Tensor:
-        if self._is_grouped_in_graphs or not _is_being_captured(x.device):
+        if self._is_grouped_in_graphs or not is_recording():
             results = self.grouped(x, chosen)
         else:
             results = self.dense(x, chosen)
@@ -166,7 +167,3 @@ def has_grouped_product(device: torch.device, dtype: torch.dtype) -> bool:
     if device.type != "cuda" or torch.version.hip or dtype != torch.bfloat16:
         return False
     return torch.cuda.get_device_capability(device)[0] in _GROUPED_CAPABILITIES
-
-
-def _is_being_captured(device: torch.device) -> bool:
-    return device.type == "cuda" and torch.cuda.is_current_stream_capturing()

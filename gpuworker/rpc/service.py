@@ -16,6 +16,7 @@ from functools import partial
 from typing import Any, TypeVar
 
 import grpc.aio
+import torch
 from opentelemetry.trace import Span
 
 from gpuworker.core.plan import PlanError, StepPlan, StepResult
@@ -99,6 +100,7 @@ class GpuWorkerService(gpuworker_pb2_grpc.GpuWorkerServicer):
         self._num_queued = 0
         self._is_idle = asyncio.Event()
         self._is_idle.set()
+        self._is_device_lost = asyncio.Event()
 
     def add_to(self, server: grpc.aio.Server) -> None:
         """Registers the service."""
@@ -107,6 +109,10 @@ class GpuWorkerService(gpuworker_pb2_grpc.GpuWorkerServicer):
     def set_engine(self, engine: Engine) -> None:
         """The model is loaded."""
         self._engine = engine
+
+    async def device_lost(self) -> None:
+        """Waits until the device has failed under a step: this process cannot use it again."""
+        await self._is_device_lost.wait()
 
     async def drain(self, timeout_s: float) -> bool:
         """Takes no new stream, tells the one there is, and waits until every row is freed.
@@ -254,8 +260,9 @@ class GpuWorkerService(gpuworker_pb2_grpc.GpuWorkerServicer):
         # With nothing queued, the model's thread is not using the rows: they can be looked at.
         if self._num_queued == 0 and not self._require_engine().runner.num_requests:
             self._is_idle.set()
-        if not future.cancelled():
-            future.exception()  # seen: nobody waits for a step whose stream is over
+        # Seen by that, too: nobody waits for a step whose stream is over.
+        if not future.cancelled() and isinstance(future.exception(), torch.AcceleratorError):
+            self._is_device_lost.set()
 
     async def _finished(self, future: "asyncio.Future[StepResult]") -> StepResult:
         try:

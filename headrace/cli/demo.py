@@ -49,8 +49,11 @@ async def _demo(config: "LocalConfig", steps: Steps, prompt: str, max_tokens: in
             click.echo(f"\n> {prompt}\n")
             sampling = Sampling(temperature=0.0, max_tokens=max_tokens)
             async with HeadraceClient(pool.address) as client:
+                (model,) = await client.models()
+                # A base model only continues text.
+                asked = [ChatMessage("user", prompt)] if model.has_chat_template else prompt
                 stopwatch = Stopwatch()
-                answer = client.generate([ChatMessage("user", prompt)], sampling=sampling)
+                answer = client.generate(asked, sampling=sampling)
                 async with contextlib.aclosing(answer):
                     await print_stream(answer, stopwatch, [])
             click.echo(f"\n{stopwatch.figures()}")

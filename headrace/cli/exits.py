@@ -33,6 +33,9 @@ def explained(error: "ServiceError") -> Failure:
     """A ServiceError as one line that says what to do."""
     if error.reason == "UNREACHABLE":
         return Unreachable(f"{error.message}. {_what_to_try(error.message)}")
+    if error.reason == "BAD_TOKEN":
+        # The server's words are for programs that make their own metadata.
+        return Failure(f"this server wants its token: --auth-token-file FILE [{error.reason}]")
     retry = f" (again in {error.retry_after_s:g} s)" if error.retry_after_s else ""
     return Failure(f"{error.message}{retry} [{error.reason}]")
 

@@ -85,7 +85,12 @@ _SAMPLING = (
 
 _REQUEST = (
     click.option("--model", default="", help="Model name; not needed where one is served."),
-    click.option("--priority", type=int, default=0, help="Smaller is more urgent."),
+    click.option(
+        "--priority",
+        type=int,
+        default=0,
+        help="Smaller is more urgent, where the server's policy looks at it.",
+    ),
     click.option("--tenant", default="", help="Who pays."),
     click.option("--deadline-s", type=float, help="Give up after this many seconds."),
     click.option("--cache-salt", default="", help="Keep the prompt's cache entries apart."),

@@ -84,24 +84,20 @@ def _trace(name: str, suffix: str, data: bytes) -> Record:
     try:
         trace: Any = json.loads(text)
     except json.JSONDecodeError:
-        trace = _recording(name, text)
-    if isinstance(trace, dict) and "steps" not in trace:
-        # A recording of one line: nothing happened after its header.
-        trace = _recording(name, text)
+        lines = text.splitlines()
+        if lines and not text.endswith("\n"):
+            # The last line of a recording that is still written, or was cut off.
+            lines.pop()
+        try:
+            trace = assemble([json.loads(line) for line in lines])
+        except (ValueError, TypeError, AttributeError) as error:
+            raise ValueError(f"{name} is no trace: {error!r}") from error
+    if isinstance(trace, dict) and "config" in trace and "steps" not in trace:
+        # A recording's head, alone: nothing has been asked of that scheduler since.
+        raise ValueError(f"{name}: no step is recorded in it yet")
     if not isinstance(trace, dict) or not {"config", "steps", "requests"} <= trace.keys():
         raise ValueError(f"{name} is no trace: it lacks config, requests or steps")
     return trace
-
-
-def _recording(name: str, text: str) -> Record:
-    lines = text.splitlines()
-    if lines and not text.endswith("\n"):
-        # The last line of a recording that is still written, or was cut off.
-        lines.pop()
-    try:
-        return assemble([json.loads(line) for line in lines])
-    except (ValueError, TypeError, AttributeError) as error:
-        raise ValueError(f"{name} is no trace: {error!r}") from error
 
 
 def _matches(name: str, trace: Record) -> bool:
@@ -122,7 +118,11 @@ def _short(value: Any) -> str:
 
 
 def _print_outcomes(name: str, trace: Record, changes: tuple[str, ...]) -> None:
-    tried = try_settings(trace, changed(settings(trace), changes))
+    try:
+        config = changed(settings(trace), changes)
+    except ValueError as error:
+        raise click.BadParameter(str(error), param_hint="--set") from error
+    tried = try_settings(trace, config)
     recorded = recorded_outcome(trace)
     click.echo(f"{name} with {', '.join(changes)}")
     click.echo(f"  {'':24}{'recorded':>12}{'changed':>12}")

@@ -68,7 +68,7 @@ _DRAIN_TIMEOUT_S = 5.0
     "--config",
     "config_file",
     type=click.Path(path_type=Path, exists=True),
-    help="TOML file for all services: [router], [scheduler], [gpuworker].",
+    help="TOML file with settings of all services, as docs/settings.md lists them.",
 )
 def serve(
     host: str,

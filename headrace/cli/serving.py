@@ -22,7 +22,8 @@ _MODEL = (
         "--model",
         default=DEFAULT_MODEL,
         show_default=True,
-        help="A built-in name, a GGUF file, a Hugging Face folder, or owner/name on the hub.",
+        help="A built-in name (smollm2-135m-instruct, gemma3-270m), a GGUF file, a Hugging Face"
+        " folder, or owner/name on the hub.",
     ),
     click.option("--model-name", default="", help="What requests call it.  [default: its name]"),
     click.option("--workers", type=click.IntRange(min=1), default=1, show_default=True,

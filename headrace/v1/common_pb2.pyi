@@ -43,7 +43,7 @@ class _FinishReasonEnumTypeWrapper(_enum_type_wrapper._EnumTypeWrapper[_FinishRe
     FINISH_REASON_DEADLINE: _FinishReason.ValueType  # 5
     """The deadline passed."""
     FINISH_REASON_REPETITION: _FinishReason.ValueType  # 6
-    """The output repeated itself beyond the configured limit."""
+    """The output repeated itself beyond a limit. Reserved: no field sets one yet."""
 
 class FinishReason(_FinishReason, metaclass=_FinishReasonEnumTypeWrapper):
     """Why a generation ended."""
@@ -61,7 +61,7 @@ FINISH_REASON_ERROR: FinishReason.ValueType  # 4
 FINISH_REASON_DEADLINE: FinishReason.ValueType  # 5
 """The deadline passed."""
 FINISH_REASON_REPETITION: FinishReason.ValueType  # 6
-"""The output repeated itself beyond the configured limit."""
+"""The output repeated itself beyond a limit. Reserved: no field sets one yet."""
 Global___FinishReason: _TypeAlias = FinishReason  # noqa: Y015
 
 class _WorkerRole:

@@ -52,7 +52,9 @@ class GenerateRequest(_message.Message):
     text: _builtins.str
     """Plain text, tokenized as it is."""
     priority: _builtins.int
-    """Smaller is more urgent; used by policies that look at it. Default 0."""
+    """Smaller is more urgent. Default 0. A router under policy fair (the default) looks at it between
+    requests of one tenant, under fcfs not at all; a scheduler only under policy priority.
+    """
     tenant: _builtins.str
     """Who pays. At most 64 characters; empty is the default tenant."""
     cache_salt: _builtins.str
@@ -558,7 +560,9 @@ class GetStatusResponse(_message.Message):
     request_id: _builtins.str
     """The request."""
     state: _builtins.str
-    """QUEUED, DISPATCHED, RUNNING, ... as in headrace.status."""
+    """QUEUED, DISPATCHED, RUNNING, PREEMPTED or PAUSED; at its end STOPPED, LENGTH_CAPPED,
+    REPETITION, ABORTED, DEADLINE, EXPIRED, REJECTED or ERROR.
+    """
     epoch: _builtins.int
     """Raised by each re-dispatch, from 1."""
     tenant: _builtins.str
@@ -570,7 +574,7 @@ class GetStatusResponse(_message.Message):
     completion_tokens: _builtins.int
     """Tokens generated, as last recorded."""
     detail: _builtins.str
-    """Why it ended; empty while alive."""
+    """More about how it ended, e.g. an error's message; empty where state says it all."""
     @_builtins.property
     def create_time(self) -> _timestamp_pb2.Timestamp:
         """When the router took it."""
@@ -609,7 +613,7 @@ class ExplainRequest(_message.Message):
 
     REQUEST_ID_FIELD_NUMBER: _builtins.int
     request_id: _builtins.str
-    """The request; running or recently finished."""
+    """The request; running or recently finished. Of several completions the first is explained."""
     def __init__(
         self,
         *,
@@ -788,6 +792,7 @@ class Model(_message.Message):
     MAX_MODEL_LEN_FIELD_NUMBER: _builtins.int
     VOCAB_SIZE_FIELD_NUMBER: _builtins.int
     NUM_READY_WORKERS_FIELD_NUMBER: _builtins.int
+    HAS_CHAT_TEMPLATE_FIELD_NUMBER: _builtins.int
     name: _builtins.str
     """What GenerateRequest.model takes."""
     max_model_len: _builtins.int
@@ -796,6 +801,8 @@ class Model(_message.Message):
     """Size of the vocabulary."""
     num_ready_workers: _builtins.int
     """Workers that serve it and are ready."""
+    has_chat_template: _builtins.bool
+    """Whether it takes messages; without a chat template it only continues text."""
     def __init__(
         self,
         *,
@@ -803,10 +810,11 @@ class Model(_message.Message):
         max_model_len: _builtins.int = ...,
         vocab_size: _builtins.int = ...,
         num_ready_workers: _builtins.int = ...,
+        has_chat_template: _builtins.bool = ...,
     ) -> None: ...
     _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["max_model_len", b"max_model_len", "name", b"name", "num_ready_workers", b"num_ready_workers", "vocab_size", b"vocab_size"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["has_chat_template", b"has_chat_template", "max_model_len", b"max_model_len", "name", b"name", "num_ready_workers", b"num_ready_workers", "vocab_size", b"vocab_size"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     def WhichOneof(self, oneof_group: _Never) -> None: ...
 

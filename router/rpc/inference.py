@@ -171,7 +171,7 @@ class InferenceServicer:
         """Models of this router that at least one worker serves."""
         response = inference_pb2.ListModelsResponse()
         now = self._router.now()
-        for name in sorted(self._services.models):
+        for name, text in sorted(self._services.models.items()):
             workers = self._router.pool.ready(name, now)
             if workers:
                 response.models.add(
@@ -179,6 +179,7 @@ class InferenceServicer:
                     max_model_len=max(worker.max_model_len for worker in workers),
                     vocab_size=max(worker.vocab_size for worker in workers),
                     num_ready_workers=len(workers),
+                    has_chat_template=text.chat_template is not None,
                 )
         return response
 

@@ -2,7 +2,7 @@
 
 import pytest
 
-from benchmarks.control import paced, short_requests, streams
+from benchmarks.control import paced, short_requests, shown, streams
 from benchmarks.deployment import bare_server, deployment
 from benchmarks.soak import soak
 
@@ -18,6 +18,14 @@ async def test_streams_count_every_token_and_name_every_process():
     result = await streams(deployment(), 3, 20)
     assert result["tokens"] == 60
     assert result["cpu_us_per_token"].keys() == {"instant_worker", "scheduler", "router", "client"}
+
+
+def test_a_measurement_is_shown_as_lines_that_hold_all_of_it():
+    result = {"clients": 1, "tokens_per_s": 46, "latency_ms": {"p50": 1.71, "p99": 62.56}}
+    assert shown("paced", result).splitlines() == [
+        "paced: 1 clients, 46 tokens_per_s",
+        "  latency_ms          p50 1.71, p99 62.56",
+    ]
 
 
 async def test_the_bare_server_answers_as_a_router_does():

@@ -44,6 +44,12 @@ def test_a_name_in_the_readme_is_in_its_file(file, name):
         assert re.search(rf"^\s*(?:class|(?:async )?def) {part}\b", text, re.MULTILINE), part
 
 
+def test_the_page_of_the_scheduling_core_names_all_its_files():
+    page = (ROOT / "docs" / "scheduling-core.md").read_text(encoding="utf-8")
+    files = {file.name for file in (ROOT / "scheduler" / "core").glob("*.py")} - {"__init__.py"}
+    assert {name for name in files if f"`{name}`" not in page} == set()
+
+
 def test_the_life_of_a_request_names_the_code():
     assert len(NAMED) > 25
 

@@ -13,6 +13,7 @@ from gpuworker.attention.native import NativeAttention
 from gpuworker.attention.triton.configs import Target
 from gpuworker.config import KvCacheSettings, WorkerSettings
 from gpuworker.engine import DeviceParts, Engine, load_engine
+from gpuworker.kernels.twins import TorchOps
 from gpuworker.kv_pool import KvPoolError, block_bytes, num_blocks_that_fit
 from gpuworker.models.source import open_source
 from tests.gpuworker.tiny import LLAMA, save_checkpoint
@@ -153,3 +154,12 @@ def test_the_pool_is_no_larger_than_all_rows_can_use(checkpoint: Path) -> None:
     limits = load(checkpoint, num_kv_blocks=None, max_num_seqs=2).runner.limits
     assert limits.num_kv_blocks == 2 * 512 // 16 + 1
     assert num_blocks_that_fit(10**12, 1000, 50) == 51
+
+
+def test_without_triton_a_gpu_runs_torchs_passes_and_records_no_graphs(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    monkeypatch.setitem(sys.modules, "gpuworker.kernels.fused", None)
+    parts = DeviceParts.of(torch.device("cuda"))
+    assert isinstance(parts.ops, TorchOps)
+    assert parts.make_recorder is None

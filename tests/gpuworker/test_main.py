@@ -19,11 +19,25 @@ from tests.headrace.waiting import eventually
 pytestmark = pytest.mark.system
 
 
-async def start(*arguments: str) -> asyncio.subprocess.Process:
+# A worker whose first step finds the device gone.
+FAILING = """
+import torch
+from gpuworker import __main__, runner
+
+def fail(_runner, _plan):
+    raise torch.AcceleratorError("CUDA error: an illegal memory access was encountered")
+
+runner.ModelRunner.launch = fail
+__main__.main()
+"""
+
+
+async def start(
+    *arguments: str, code: tuple[str, str] = ("-m", "gpuworker")
+) -> asyncio.subprocess.Process:
     return await asyncio.create_subprocess_exec(
         sys.executable,
-        "-m",
-        "gpuworker",
+        *code,
         "--num-threads=1",
         *arguments,
         stderr=asyncio.subprocess.PIPE,
@@ -103,3 +117,35 @@ async def test_stops_while_the_model_is_still_loading(tmp_path: Path) -> None:
     process.send_signal(signal.SIGTERM)
     await process.communicate()
     assert process.returncode == 0
+
+
+async def test_a_failed_device_ends_the_process(tmp_path: Path) -> None:
+    """Every later step would fail as well: whoever started the worker can start it again."""
+    save_checkpoint(tmp_path / "model", transformers.LlamaConfig(**LLAMA))
+    address_file = tmp_path / "address"
+    process = await start(
+        f"--model={tmp_path / 'model'}", f"--address-file={address_file}", code=("-c", FAILING)
+    )
+
+    async def has_address() -> bool:
+        return address_file.exists()
+
+    await eventually(has_address, timeout_s=60)
+    async with grpc.aio.insecure_channel(address_file.read_text()) as channel:
+        stub = gpuworker_pb2_grpc.GpuWorkerStub(channel)
+
+        async def is_loaded() -> bool:
+            try:
+                await stub.Describe(gpuworker_pb2.DescribeRequest())
+            except grpc.aio.AioRpcError:
+                return False
+            return True
+
+        await eventually(is_loaded, timeout_s=60)
+        stream = stub.Execute()
+        await stream.write(gpuworker_pb2.StepPlan(step_id=1))
+        with pytest.raises(grpc.aio.AioRpcError):
+            await stream.read()
+        _, stderr = await asyncio.wait_for(process.communicate(), 30)
+    assert process.returncode == 3
+    assert b"the device has failed" in stderr

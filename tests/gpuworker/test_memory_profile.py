@@ -1,13 +1,17 @@
 """How large the pool becomes on a GPU, with a GPU's memory made up."""
 
 import logging
+from collections.abc import Sequence
 from dataclasses import replace
 from pathlib import Path
+from typing import Any
 
 import pytest
 import transformers
 
 from gpuworker.core.input_batch import BatchLimits, InputBatch
+from gpuworker.forward import Forward
+from gpuworker.kernels.twins import TorchOps
 from gpuworker.kv_pool import KvPoolError
 from gpuworker.memory_profile import largest_step
 from tests.gpuworker.fake_memory import FakeGpu, FakeMemory
@@ -54,6 +58,39 @@ def test_the_pool_takes_what_all_else_leaves(
     assert "- weights and buffers                  0.39 GiB" in table
     # Two to measure, then all of them.
     assert [recorder.num_recorded for recorder in gpu.recorders] == [2, NUM_GRAPHS]
+
+
+def test_the_largest_step_meets_every_kernel_that_chooses_tokens(
+    checkpoint: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Compiling one takes a second or two, which no request should wait for."""
+    names = ("edit_logits", "adjust_logits", "sample")
+    seen = set()
+    for name in names:
+        method = getattr(TorchOps, name)
+
+        def noted(*arguments: Any, name: str = name, method: Any = method) -> Any:
+            seen.add(name)
+            return method(*arguments)
+
+        monkeypatch.setattr(TorchOps, name, noted)
+    num_blocks(checkpoint, FakeGpu(replace(MEMORY)), enforce_eager=True)
+    assert seen == set(names)
+
+
+def test_the_two_largest_graphs_are_measured_then_all_are_captured(
+    checkpoint: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    captured = []
+    capture = Forward.capture
+
+    def noted(forward: Forward, sizes: Sequence[int], *arguments: Any) -> None:
+        captured.append(list(sizes))
+        capture(forward, sizes, *arguments)
+
+    monkeypatch.setattr(Forward, "capture", noted)
+    num_blocks(checkpoint, FakeGpu(replace(MEMORY)))
+    assert captured == [[12], [8], [1, 2, 4, 8, 12]]
 
 
 def test_utilization_is_a_share_of_the_whole_device(checkpoint: Path) -> None:

@@ -78,6 +78,21 @@ def test_launching_waits_for_nothing(checkpoint: Path) -> None:
     assert transfers.num_waits == 1
 
 
+def test_a_third_step_waits_for_the_first_alone(checkpoint: Path) -> None:
+    """Two tokens of a row would be unknown, and the device keeps the last."""
+    prompt = prompts(1)[0]
+    plain = Driver(make_runner(checkpoint))
+    plain.add(0, prompt, GREEDY)
+    driver, transfers = late_driver(checkpoint)
+    driver.add(0, prompt, GREEDY)
+    steps = [driver.launch({0: count}) for count in (len(prompt), 1, 1)]
+    assert [step.is_done for step in steps] == [True, False, False]
+    assert transfers.num_waits == 1
+    while driver.num_launched:
+        driver.finish_oldest()
+    assert driver.requests[0].output == plain.finish(0, 3)
+
+
 def test_32_requests_a_step_ahead_with_preemptions_give_what_each_gives_alone(
     checkpoint: Path,
 ) -> None:

@@ -50,6 +50,8 @@ class FakeInference(inference_pb2_grpc.InferenceServicer):
 
     async def _answer(self, request):
         prompt = request.text or request.chat.messages[-1].content
+        if "FAKE_NO_CHAT_TEMPLATE" in os.environ and not request.text:
+            raise invalid("chat", "this model has no chat template; send `text` instead")
         if "refuse" in prompt:
             raise invalid("sampling.temperature", "must be >= 0, is -1")
         if "full" in prompt:
@@ -131,7 +133,13 @@ class FakeInference(inference_pb2_grpc.InferenceServicer):
     async def ListModels(self, request, context):
         response = inference_pb2.ListModelsResponse()
         ready = int(os.environ.get("FAKE_READY_WORKERS", "1"))
-        response.models.add(name=MODEL, max_model_len=2048, vocab_size=100, num_ready_workers=ready)
+        response.models.add(
+            name=MODEL,
+            max_model_len=2048,
+            vocab_size=100,
+            num_ready_workers=ready,
+            has_chat_template="FAKE_NO_CHAT_TEMPLATE" not in os.environ,
+        )
         return response
 
     async def GetPool(self, request, context):

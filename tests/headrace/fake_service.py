@@ -1,7 +1,8 @@
 """Stands in for gpuworker, scheduler and router: binds, says where, serves health, drains.
 
 FAKE_<NAME> in the environment makes one misbehave: "crash" at start, "stubborn" at SIGTERM,
-"late" in having its model ready. FAKE_READY_WORKERS is how many a router says are ready.
+"late" in having its model ready. FAKE_READY_WORKERS is how many a router says are ready;
+with FAKE_NO_CHAT_TEMPLATE its model takes text alone.
 """
 
 import argparse

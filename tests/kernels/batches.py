@@ -1,5 +1,6 @@
 """Random steps for attention kernels, with everything poisoned that must not be read."""
 
+import mmap
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
 
@@ -127,6 +128,14 @@ class Slots(PreparedStep):
     @property
     def slots(self) -> torch.Tensor:
         return self._slots
+
+
+def beyond_int32(num_kv_heads: int, page: int, head_dim: int) -> torch.Tensor:
+    """A float16 pool of a little more than 2**31 elements; memory is taken where it is touched."""
+    block_size = num_kv_heads * page * head_dim
+    num_blocks = (1 << 31) // block_size + 64
+    pages = mmap.mmap(-1, 2 * num_blocks * block_size)
+    return torch.frombuffer(pages, dtype=torch.float16).view(-1, num_kv_heads, page, head_dim)
 
 
 def poison_allocations(monkeypatch: object) -> None:

@@ -12,7 +12,7 @@ from typing import Any
 import torch
 from torch.utils._python_dispatch import TorchDispatchMode, _disable_current_modes
 
-from gpuworker.device.graphs import GraphRecorder, StepGraph
+from gpuworker.device.graphs import GraphRecorder, StepGraph, recording
 from gpuworker.kernels.launch import HeldKernel
 
 _FORBIDDEN = ("_local_scalar_dense", "nonzero", "_unique2", "masked_select")
@@ -38,6 +38,10 @@ class RecordingGraphs(GraphRecorder):
         self.graphs: list[RecordedGraph] = []
 
     def record(self, run: Callable[[], None]) -> StepGraph:
+        with recording():
+            return self._record(run)
+
+    def _record(self, run: Callable[[], None]) -> StepGraph:
         run()
         launches: list[Callable[[], object]] = []
         launch_kernel = HeldKernel.__call__

@@ -25,6 +25,26 @@ def test_kernels_are_measured_printed_and_written(tmp_path, capsys) -> None:
     assert all(row["us"] > 0 for table in results["tables"] for row in table["rows"])
 
 
+def test_without_a_gpu_it_says_what_can_be_done(
+    monkeypatch: pytest.MonkeyPatch, capsys, tmp_path
+) -> None:
+    monkeypatch.setattr(torch.cuda, "is_available", lambda: False)
+    assert gpu.main(["--out", str(tmp_path)]) == gpu.NO_GPU
+    assert "--dry-run" in capsys.readouterr().err
+    assert list(tmp_path.iterdir()) == []
+
+
+def test_a_dry_run_says_that_it_is_one_and_leaves_the_real_figures_alone(
+    monkeypatch: pytest.MonkeyPatch, capsys, tmp_path
+) -> None:
+    monkeypatch.chdir(tmp_path)
+    monkeypatch.setattr(gpu, "_tables", lambda *_: [])
+    assert gpu.main(["--dry-run"]) == 0
+    assert "no figure below means anything" in capsys.readouterr().out
+    assert not (tmp_path / "build" / "bench-gpu.md").exists()
+    assert (tmp_path / "build" / "dry-run" / "bench-gpu.md").exists()
+
+
 def test_wrong_kernels_are_not_timed(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(kernels.AttentionRun, "error", lambda self: torch.nan)
     machine = gpu_machine.dry()

@@ -159,6 +159,23 @@ def test_drafts_are_verified_in_a_replayed_step(
     assert driver.finish(1, 7)[:7] == second[:7]
 
 
+def test_drafts_as_many_as_a_chunks_tokens_are_launched_as_they_come(
+    checkpoint: Path, expected: list[list[int]]
+) -> None:
+    """Attention takes them for a chunk, whose layout no graph has."""
+    graphs = RecordingGraphs()
+    runner = device_runner(checkpoint)
+    with torch.inference_mode():
+        runner.forward.capture((24,), graphs, lambda _done, _all: None)
+    driver = Driver(runner)
+    prompt, sampling = REQUESTS[0]
+    driver.add(0, prompt, sampling)
+    driver.step({0: len(prompt)})
+    driver.step({0: 1}, {0: expected[0][1:] + [0] * 10})
+    assert graphs.num_replays == 0
+    assert driver.requests[0].output[:NUM_OUTPUT] == expected[0]
+
+
 def test_a_step_that_samples_nothing_starts_no_sampling(
     checkpoint: Path, expected: list[list[int]]
 ) -> None:
@@ -199,3 +216,16 @@ def test_the_largest_size_is_captured_first_and_progress_is_told(checkpoint: Pat
     driver.step({0: 7})
     driver.step({0: 1})
     assert [graph.num_replays for graph in graphs.graphs] == [0, 0, 1]
+
+
+def test_smaller_graphs_captured_later_write_where_the_largest_does(checkpoint: Path) -> None:
+    """What a graph takes is measured by capturing two: no memory of one may go with the other."""
+    forward = device_runner(checkpoint).forward
+    graphs = RecordingGraphs()
+    with torch.inference_mode():
+        forward.capture([4], graphs, lambda _done, _of: None)
+        logits = forward._graph_logits
+        forward.capture([2], graphs, lambda _done, _of: None)
+        assert forward._graph_logits is logits
+        forward.capture([6], graphs, lambda _done, _of: None)
+    assert len(forward._graph_logits) == 6

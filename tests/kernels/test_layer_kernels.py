@@ -8,7 +8,7 @@ from gpuworker.attention.interface import LayerKv
 from gpuworker.kernels.fused import TritonOps
 from gpuworker.kernels.ops import HeadNorms, RopeTables, TokenPlaces
 from gpuworker.kernels.twins import TorchOps
-from tests.kernels.batches import Slots, poison_allocations
+from tests.kernels.batches import Slots, beyond_int32, poison_allocations
 
 TOLERANCE = {torch.float32: 1e-5, torch.float16: 4e-3}
 DTYPES = list(TOLERANCE)
@@ -116,3 +116,12 @@ def test_eight_bit_pools_get_clamped_values():
     qkv = 16 * (20 * qkv).to(torch.float8_e4m3fn).float()
     check_rotation(qkv, kv, places, None, None, torch.float32)
     assert kv.key.float().nan_to_num().abs().max() == 448.0
+
+
+def test_keys_and_values_are_written_past_two_to_the_31_elements_of_a_pool():
+    qkv, _, _, _, _ = rotation(4, 2, 64, 64, 16, torch.float16, torch.float16)
+    kv = LayerKv(beyond_int32(2, 16, 64), beyond_int32(2, 16, 64))
+    slots = torch.arange(5, dtype=torch.int32) + (len(kv.key) - 1) * 16
+    TritonOps().rotate_and_write(qkv, kv, TokenPlaces(torch.arange(5), Slots(slots)), None, None)
+    assert torch.equal(kv.key[-1, :, :5], qkv[:, 4:6].transpose(0, 1))
+    assert torch.equal(kv.value[-1, :, :5], qkv[:, 6:].transpose(0, 1))

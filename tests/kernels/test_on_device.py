@@ -14,7 +14,9 @@ from gpuworker.attention.flashinfer import (
 from gpuworker.attention.interface import AttentionLayer
 from gpuworker.attention.triton.backend import TritonAttention
 from gpuworker.attention.triton.device import detect
+from gpuworker.device.graphs import CudaGraphRecorder
 from gpuworker.kernels.fused import TritonOps
+from gpuworker.kernels.ops import LogitEdits, Verification
 from gpuworker.kernels.twins import TorchOps
 from tests.kernels.batches import Case, Step
 from tests.kernels.families import FAMILIES, compare, with_kernels, with_torch
@@ -102,15 +104,66 @@ def test_a_captured_step_serves_other_requests():
     assert (out.double() - first.expected()).abs().max() < 2e-2
 
 
+def test_graphs_of_one_recorder_share_the_matrix_librarys_workspace():
+    recorder = CudaGraphRecorder()
+    x = torch.randn(256, 256, device=DEVICE)
+    graphs = [recorder.record(lambda: x @ x)]
+    torch.cuda.empty_cache()
+    free = torch.cuda.mem_get_info()[0]
+    graphs += [recorder.record(lambda: x @ x) for _ in range(8)]
+    torch.cuda.empty_cache()
+    # One of its own for each would be 256 MiB on Hopper, 64 elsewhere.
+    assert free - torch.cuda.mem_get_info()[0] < 48 << 20
+
+
+def on_device(columns):
+    """The same columns of a step, there."""
+    return replace(
+        columns, **{name: getattr(columns, name).to(DEVICE) for name in columns.__slots__}
+    )
+
+
+def test_edited_and_adjusted_logits_equal_the_twins():
+    from tests.kernels.test_sampling_kernels import adjustments, column, random_logits
+
+    given = adjustments()
+    edits = LogitEdits(
+        column([0, 2, -1, 2, 0]),
+        column([7, 4999, 3, 1, 7]),
+        column([1.5, -torch.inf, 9.0, 2.0, 0.25], torch.float32),
+    )
+    ours, theirs = random_logits(3, seed=2).to(DEVICE), random_logits(3, seed=2)
+    TritonOps().edit_logits(ours, on_device(edits))
+    TorchOps().edit_logits(theirs, edits)
+    assert torch.equal(ours.cpu(), theirs)
+    TritonOps().adjust_logits(ours, on_device(given))
+    TorchOps().adjust_logits(theirs, given)
+    assert torch.allclose(ours.cpu(), theirs, rtol=1e-5, atol=1e-5)
+
+
+def test_verified_drafts_equal_the_twins():
+    generator = torch.Generator().manual_seed(5)
+    counts = torch.randint(1, 100, (200,), generator=generator, dtype=torch.int32)
+    starts = (counts.cumsum(0) - counts).int()
+    firsts = ((counts - 1).cumsum(0) - (counts - 1)).int()
+    drafts = torch.arange(int((counts - 1).sum()), dtype=torch.int32)
+    token_ids = torch.zeros(int(counts.sum()), dtype=torch.int32)
+    for start, count, first in zip(starts, counts, firsts, strict=True):
+        token_ids[start : start + count - 1] = drafts[first : first + count - 1]
+    token_ids[torch.rand(len(token_ids), generator=generator) < 0.02] = -1
+    given = Verification(
+        sample_starts=starts, num_samples=counts, draft_starts=firsts, drafts=drafts
+    )
+    kept = TritonOps().accept(token_ids.to(DEVICE), on_device(given))
+    assert torch.equal(kept.cpu(), TorchOps().accept(token_ids, given))
+
+
 def test_sampled_tokens_equal_the_twins():
     from tests.kernels.test_sampling_kernels import TRUNCATIONS, draws, random_logits
 
     scaled = random_logits(64, seed=1, size=128256).to(DEVICE)
     for truncation in TRUNCATIONS:
-        given = draws(64, **truncation)
-        given = replace(
-            given, **{name: getattr(given, name).to(DEVICE) for name in given.__slots__}
-        )
+        given = on_device(draws(64, **truncation))
         ours, theirs = TritonOps().sample(scaled, given), TorchOps().sample(scaled, given)
         # The order of sums may move a threshold over one token in a long while.
         assert (ours != theirs).sum() <= 1

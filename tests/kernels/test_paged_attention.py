@@ -8,11 +8,11 @@ import numpy as np
 import pytest
 import torch
 
-from gpuworker.attention.interface import AttentionLayer
+from gpuworker.attention.interface import AttentionLayer, LayerKv
 from gpuworker.attention.triton.backend import TritonAttention
 from gpuworker.attention.triton.configs import Target
 from gpuworker.attention.triton.work import build
-from tests.kernels.batches import CPU, SMALL_DEVICE, Case, Step, poison_allocations
+from tests.kernels.batches import CPU, SMALL_DEVICE, Case, Step, beyond_int32, poison_allocations
 
 TOLERANCE = {torch.float32: 2e-5, torch.float16: 4e-3}
 MIXED = ((1, 37), (5, 130), (40, 70), (1, 1), (3, 3))
@@ -37,7 +37,7 @@ def test_a_mixed_batch_of_chunks_decodes_and_verify_rows_is_right(monkeypatch, d
     attend(Step(Case(MIXED, dtype=dtype, seed=1)), monkeypatch)
 
 
-@pytest.mark.parametrize("page", [16, 32, 64])
+@pytest.mark.parametrize("page", [8, 16, 32, 64, 128])
 @pytest.mark.parametrize("target", [SMALL_DEVICE, DESCRIPTOR_DEVICE], ids=lambda t: t.arch)
 def test_every_page_size_is_right_with_pointers_and_descriptors(monkeypatch, page, target):
     attend(Step(Case(MIXED, page=page, seed=page)), monkeypatch, target)
@@ -214,3 +214,17 @@ def test_heads_that_are_not_packed_are_refused():
     prepared = TritonAttention(step.setup(), SMALL_DEVICE, CPU).prepare(step.shape)
     with pytest.raises(ValueError, match="not packed"):
         prepared.attend(step.query[:, ::2], step.kv, step.case.layer)
+
+
+@pytest.mark.parametrize("page", [16, 32])
+def test_contexts_past_two_to_the_31_elements_of_a_pool_are_read(monkeypatch, page):
+    """A tile of one page, and one of several; a pool that one GPU holds in eight bits."""
+    step = Step(Case(((1, 40), (40, 50)), page=page, dtype=torch.float16, seed=page))
+    pools = [beyond_int32(*old.shape[1:]) for old in (step.kv.key, step.kv.value)]
+    for pool, old in zip(pools, (step.kv.key, step.kv.value), strict=True):
+        pool[-len(old) :] = old
+    moved = len(pools[0]) - len(step.kv.key)
+    step.kv = LayerKv(*pools)
+    step.shape.block_table[:] += moved
+    step.shape.slot_mapping[:] += moved * page
+    attend(step, monkeypatch)

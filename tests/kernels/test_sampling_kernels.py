@@ -88,8 +88,11 @@ def test_edits_reach_single_logits_and_padding_none():
         column([7, 4999, 3, 1, 7]),
         column([1.5, -torch.inf, 9.0, 2.0, 0.25], torch.float32),
     )
-    ours, theirs = random_logits(3), random_logits(3)
+    # A row before the first is not nothing: it would be another tensor's memory.
+    buffer, theirs = torch.cat((torch.zeros(1, VOCAB), random_logits(3))), random_logits(3)
+    ours = buffer[1:]
     TritonOps().edit_logits(ours, edits)
+    assert not buffer[0].any()
     TorchOps().edit_logits(theirs, edits)
     assert torch.equal(ours, theirs)
     assert ours[2, 4999] == -torch.inf
@@ -190,3 +193,19 @@ def test_samples_count_up_to_the_first_that_differs_from_its_draft():
     )
     assert TritonOps().accept(token_ids, given).tolist() == [1, 3, 3, 1, 0]
     assert TorchOps().accept(token_ids, given).tolist() == [1, 3, 3, 1, 0]
+
+
+@pytest.mark.parametrize("wrong", [0, 63, 64, 129, None])
+def test_any_number_of_drafts_is_verified(wrong):
+    drafts = torch.arange(130, dtype=torch.int32)
+    token_ids = torch.arange(131, dtype=torch.int32)
+    if wrong is not None:
+        token_ids[wrong] += 1
+    given = Verification(
+        sample_starts=column([0]),
+        num_samples=column([131]),
+        draft_starts=column([0]),
+        drafts=drafts,
+    )
+    expected = 131 if wrong is None else wrong + 1
+    assert TritonOps().accept(token_ids, given).tolist() == [expected]

@@ -107,7 +107,7 @@ def _check_nothing_is_left(pool: Pool, switchboard: Switchboard) -> None:
             engine._core.check_invariants()
             assert not engine._core.has_unfinished
             assert not engine._requests
-            assert not engine._unhashed
+            assert not engine._inbox.is_hashing
             assert engine.num_free_blocks == engine.info.num_kv_blocks
 
 

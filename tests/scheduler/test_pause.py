@@ -156,7 +156,7 @@ async def test_a_long_prompt_may_be_paused_before_the_core_has_it():
             pause = scheduler_pb2.Pause(handle=submission.handle, paused=True)
             await router.send(submissions=[submission], pauses=[pause])
             await until(lambda: [e.num_paused for e in engines(scheduler)] == [1])
-            await until(lambda: not engines(scheduler)[0]._unhashed)
+            await until(lambda: not engines(scheduler)[0]._inbox.is_hashing)
             assert not worker.plans
             await router.pause(submission.handle, paused=False)
             assert await router.finished(submission.handle) == [expected_tokens(prompt, 5)]

@@ -132,7 +132,7 @@ async def test_a_worker_that_shuts_down_finishes_what_it_has_and_is_left_alone(c
         await old.release()
         assert await router.finished(first) == [expected_tokens(PROMPTS[0], 20)]
         await until(lambda: old.num_streams == 0)
-        assert state_of(scheduler, "w0") is WorkerState.LOST
+        await until(lambda: state_of(scheduler, "w0") is WorkerState.LOST)
         assert {request_id_of(plan) for plan in old.plans} == {None, request_id_of(old.plans[0])}
     assert not [r for r in caplog.records if r.levelno >= logging.WARNING]
 
@@ -304,6 +304,22 @@ async def test_submissions_go_to_the_less_loaded_worker():
             await one.release()
             await other.release()
             await router.finished(*handles)
+
+
+async def test_workers_that_call_themselves_alike_are_told_apart(caplog):
+    one, other = FakeGpuWorker("host"), FakeGpuWorker("host")
+    await one.start()
+    await other.start()
+    async with running_scheduler([one, other]) as scheduler, router_to(scheduler) as router:
+        await scheduler.ready(2)
+        names = set(scheduler.ready_workers())
+        assert len(names) == 2
+        assert names < {"host", f"host@{one.address}", f"host@{other.address}"}
+        for name in sorted(names):
+            handle = await router.submit(PROMPTS[0], 3, worker_id=name)
+            assert await router.finished(handle) == [expected_tokens(PROMPTS[0], 3)]
+            assert router.received[handle].admitted.worker_id == name
+    assert "--worker-id" in caplog.text
 
 
 async def test_a_result_that_answers_another_step_ends_the_incarnation():

@@ -46,14 +46,6 @@ async def test_a_recording_replays_without_a_difference(tmp_path, depth):
     assert first_difference(trace) is None
 
 
-async def test_a_recording_of_a_worker_that_was_lost_before_a_step_replays_too(tmp_path):
-    path = tmp_path / "run.jsonl"
-    await run_some(SchedulerSettings(record=str(path)))
-    path.write_text(path.read_text().splitlines(keepends=True)[0])
-    [(_, trace)] = read_traces(path)
-    assert first_difference(trace) is None
-
-
 @pytest.mark.parametrize("depth", [1, 2])
 async def test_a_full_file_is_followed_by_the_next_in_the_middle_of_a_run(tmp_path, depth):
     path = tmp_path / "run.jsonl"

@@ -108,7 +108,7 @@ def sampling(number: int) -> Sampling:
     return Sampling(
         temperature=0.8 if number % 3 == 0 else 0.0,
         seed=number,
-        max_tokens=3 + number * 5 % 4,
+        max_tokens=6 + number * 5 % 5,
         ignore_eos=True,
     )
 

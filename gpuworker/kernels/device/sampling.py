@@ -228,10 +228,12 @@ def accept_drafts(
     samples = tl.load(num_samples + request)
     first = tl.load(sample_starts + request)
     first_draft = tl.load(draft_starts + request)
-    ranks = tl.arange(0, BLOCK)
-    is_draft = ranks < samples - 1
-    sampled = tl.load(token_ids + first + ranks, mask=is_draft, other=0)
-    wanted = tl.load(drafts + first_draft + ranks, mask=is_draft, other=0)
-    is_wrong = is_draft & (sampled != wanted)
-    kept = tl.min(tl.where(is_wrong, ranks + 1, samples), 0)
+    kept = samples
+    for start in tl.range(0, samples - 1, BLOCK):
+        ranks = start + tl.arange(0, BLOCK)
+        is_draft = ranks < samples - 1
+        sampled = tl.load(token_ids + first + ranks, mask=is_draft, other=0)
+        wanted = tl.load(drafts + first_draft + ranks, mask=is_draft, other=0)
+        is_wrong = is_draft & (sampled != wanted)
+        kept = tl.minimum(kept, tl.min(tl.where(is_wrong, ranks + 1, samples), 0))
     tl.store(num_kept + request, kept)

@@ -4,7 +4,7 @@ import pytest
 import torch
 import triton
 
-from gpuworker.kernels.launch import HeldKernel
+from gpuworker.kernels.launch import HeldKernel, make_ready
 from tests.kernels.stub_driver import StubDriver
 
 
@@ -86,3 +86,17 @@ def test_devices_have_kernels_of_their_own(driver):
 def test_constants_must_be_the_last_parameters():
     with pytest.raises(AssertionError, match="its last are not"):
         HeldKernel(Function(), {"n": 1}, {})
+
+
+class NoCompiler:
+    @property
+    def active(self):
+        raise RuntimeError("Failed to find C compiler.")
+
+
+def test_without_a_compiler_it_is_said_what_triton_needs(monkeypatch):
+    monkeypatch.setattr(triton.runtime, "driver", NoCompiler())
+    with pytest.raises(
+        ValueError, match=r"Failed to find C compiler.*python3-dev.*TRITON_CACHE_DIR"
+    ):
+        make_ready()

@@ -8,6 +8,7 @@ import torch
 from torch._subclasses.fake_tensor import FakeTensorMode
 from torch.nn import functional
 
+from gpuworker.device.graphs import recording
 from gpuworker.kernels.twins import TorchOps
 from gpuworker.models.experts import Experts, GroupedExperts, ListedExperts, MixtureMlp
 from gpuworker.models.linear import make_linear
@@ -37,10 +38,10 @@ def listed(weights: Weights) -> ListedExperts:
     )
 
 
-def grouped(weights: Weights) -> GroupedExperts:
+def grouped(weights: Weights, *, is_grouped_in_graphs: bool = True) -> GroupedExperts:
     gate = partial(TorchOps().gate, activation="silu")
     gate_up, down = torch.stack(weights.gate_up), torch.stack(weights.down)
-    return GroupedExperts(gate_up, down, gate, is_grouped_in_graphs=True)
+    return GroupedExperts(gate_up, down, gate, is_grouped_in_graphs=is_grouped_in_graphs)
 
 
 def make_mixture(
@@ -114,6 +115,29 @@ def test_every_token_through_every_expert_gives_the_same(num_tokens: int) -> Non
     torch.testing.assert_close(
         experts.dense(x, chosen), experts.grouped(x, chosen), rtol=1e-4, atol=1e-5
     )
+
+
+class TakenError(Exception):
+    """Instead of a form's result: it was this one."""
+
+
+@pytest.mark.parametrize(("is_grouped", "form"), [(True, "grouped"), (False, "dense")])
+def test_what_is_recorded_is_what_was_run_to_warm_up(
+    is_grouped: bool, form: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """All that is recorded runs once before: both are the same form."""
+
+    def taken(*_arguments: object) -> torch.Tensor:
+        raise TakenError
+
+    experts = grouped(Weights(7), is_grouped_in_graphs=is_grouped)
+    x, shares, chosen = torch.randn(1, HIDDEN), torch.ones(1, 2), torch.tensor([[0, 1]])
+    monkeypatch.setattr(experts, form, taken)
+    with pytest.raises(TakenError), recording():
+        experts(x, shares, chosen)
+    monkeypatch.setattr(experts, "grouped", taken)
+    with pytest.raises(TakenError):
+        experts(x, shares, chosen)
 
 
 @pytest.mark.parametrize("form", ["grouped", "dense"])

@@ -7,6 +7,9 @@ import time
 import pytest
 
 from headrace.cli.app import _COMMANDS, main
+from headrace.cli.exits import explained
+from headrace.service.errors import unauthenticated
+from headrace.service.model_files import CATALOG
 
 
 def test_help_lists_every_command_with_a_line(headrace):
@@ -23,6 +26,12 @@ def test_every_command_has_help_and_its_name(headrace, name):
     result = headrace(name, "--help")
     assert result.exit_code == 0, result.output
     assert main.get_command(None, name).name == name
+
+
+@pytest.mark.parametrize("name", CATALOG)
+def test_a_built_in_model_is_in_the_help_of_what_serves_it(headrace, name):
+    for command in ("serve", "demo"):
+        assert name in headrace(command, "--help").output
 
 
 def test_an_unknown_command_or_option_is_wrong_usage(headrace):
@@ -95,6 +104,12 @@ def test_no_server_is_exit_code_3_and_says_what_to_do(headrace, unused_tcp_port)
         assert "headrace serve" in result.stderr
         assert "--server" in result.stderr
         assert result.stderr.count("\n") == 1
+
+
+def test_a_refused_token_names_the_flag():
+    failure = explained(unauthenticated("BAD_TOKEN", "send metadata"))
+    assert failure.exit_code == 1
+    assert "--auth-token-file" in failure.message
 
 
 def test_a_token_file_that_is_not_there_is_one_clear_line(headrace):

@@ -65,8 +65,17 @@ def test_shows_what_another_setting_would_have_done(tmp_path: Path) -> None:
 def test_refuses_settings_that_do_not_exist(tmp_path: Path, change: str, message: str) -> None:
     path = write_trace(tmp_path, "w01_budget512")
     result = CliRunner().invoke(replay, ["--set", change, str(path)])
-    assert result.exit_code == 1
+    assert result.exit_code == 2
     assert message in result.output
+
+
+def test_says_so_when_a_recording_has_no_step_yet(tmp_path: Path) -> None:
+    head = {k: v for k, v in TRACE_BY_NAME["w01_budget512"].items() if k != "steps"}
+    path = tmp_path / "run.jsonl"
+    path.write_text(json.dumps(head) + "\n")
+    result = CliRunner().invoke(replay, [str(path)])
+    assert result.exit_code == 1
+    assert "no step is recorded in it yet" in result.output
 
 
 @pytest.mark.parametrize("data", [b"[1, 2", b"\xd0\xcf"])

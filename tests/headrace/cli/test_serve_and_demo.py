@@ -169,6 +169,13 @@ def test_an_unknown_model_is_one_clear_line():
     assert "Traceback" not in done.stderr
 
 
+def test_a_model_that_cannot_chat_is_given_text_by_the_demo(start):
+    process = start("demo", "--prompt", "to be or not", FAKE_NO_CHAT_TEMPLATE="1")
+    output, errors = process.communicate(timeout=30)
+    assert process.returncode == 0, errors
+    assert output.strip().startswith("> to be or not\n\nto be or not")
+
+
 def test_demo_streams_an_answer_and_figures_and_leaves_nothing(start):
     process = start("demo", "--prompt", "to be or not")
     output, errors = process.communicate(timeout=30)

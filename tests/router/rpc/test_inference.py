@@ -315,6 +315,7 @@ async def test_a_fault_in_the_worker_is_the_requests_own(stack):
 async def test_models_and_pool_are_listed(stack):
     models = (await stack.stub.ListModels(inference_pb2.ListModelsRequest())).models
     assert [(m.name, m.max_model_len, m.num_ready_workers) for m in models] == [(MODEL, 4096, 1)]
+    assert models[0].has_chat_template
     pool = await stack.stub.GetPool(inference_pb2.GetPoolRequest())
     assert [w.worker_id for w in pool.workers] == ["worker-0"]
     assert (pool.num_queued, pool.num_in_flight) == (0, 0)

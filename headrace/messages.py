@@ -1,0 +1,191 @@
+"""What the client's types are on the wire, both ways."""
+
+import contextlib
+from collections.abc import Iterable, Iterator, Sequence
+from dataclasses import fields
+
+from headrace.service.errors import invalid
+from headrace.types import (
+    AbortOutcome,
+    AbortResult,
+    ChatMessage,
+    Delta,
+    ExplainEvent,
+    Explanation,
+    FinishReason,
+    ModelInfo,
+    PoolInfo,
+    RequestRecord,
+    Sampling,
+    TokenLogprobs,
+    Usage,
+    WorkerInfo,
+)
+from headrace.v1 import common_pb2, inference_pb2
+
+Prompt = str | Sequence[int] | Sequence[ChatMessage]
+
+_FINISH_REASONS = {
+    common_pb2.FINISH_REASON_STOP: FinishReason.STOP,
+    common_pb2.FINISH_REASON_LENGTH: FinishReason.LENGTH,
+    common_pb2.FINISH_REASON_ABORTED: FinishReason.ABORTED,
+    common_pb2.FINISH_REASON_ERROR: FinishReason.ERROR,
+    common_pb2.FINISH_REASON_DEADLINE: FinishReason.DEADLINE,
+    common_pb2.FINISH_REASON_REPETITION: FinishReason.REPETITION,
+}
+_ABORT_RESULTS = {
+    inference_pb2.AbortOutcome.RESULT_ABORTED: AbortResult.ABORTED,
+    inference_pb2.AbortOutcome.RESULT_ALREADY_FINISHED: AbortResult.ALREADY_FINISHED,
+}
+
+
+def set_prompt(request: inference_pb2.GenerateRequest, prompt: Prompt) -> None:
+    """Text, a conversation or token ids; each has a field of its own."""
+    if isinstance(prompt, str):
+        request.text = prompt
+    elif prompt and isinstance(prompt[0], ChatMessage):
+        request.chat.SetInParent()
+        for message in prompt:
+            request.chat.messages.add(role=message.role, content=message.content)  # type: ignore[union-attr]
+    else:
+        request.token_ids.ids.extend(prompt)  # type: ignore[arg-type]
+        request.token_ids.SetInParent()
+
+
+def sampling_params(sampling: Sampling) -> common_pb2.SamplingParams:
+    """Names are the same on both sides; None stays unset."""
+    params = common_pb2.SamplingParams()
+    for field in fields(Sampling):
+        if (value := getattr(sampling, field.name)) is not None:
+            with naming(field.name):
+                params.MergeFrom(common_pb2.SamplingParams(**{field.name: value}))
+    return params
+
+
+@contextlib.contextmanager
+def naming(field: str) -> Iterator[None]:
+    """What the wire cannot carry (a negative count, half a character) is the field's fault."""
+    try:
+        yield
+    except (TypeError, ValueError) as error:
+        raise invalid(field, str(error)) from error
+
+
+def to_deltas(response: inference_pb2.GenerateResponse) -> Iterator[Delta]:
+    """One delta per output; what belongs to the whole request goes with the last or first."""
+    usage = None
+    if response.HasField("usage"):
+        usage = Usage(**{f.name: getattr(response.usage, f.name) for f in fields(Usage)})
+    prompt_logprobs = _logprobs(response.prompt_logprobs)
+    last = len(response.outputs) - 1
+    if last < 0:
+        yield Delta(request_id=response.request_id, usage=usage, prompt_logprobs=prompt_logprobs)
+    for i, output in enumerate(response.outputs):
+        matched = output.WhichOneof("matched_stop")
+        yield Delta(
+            request_id=response.request_id,
+            index=output.index,
+            text=output.text,
+            token_ids=tuple(output.token_ids),
+            first_token_position=output.first_token_position,
+            logprobs=_logprobs(output.logprobs),
+            text_offsets=tuple(output.text_offsets),
+            finish_reason=_FINISH_REASONS.get(output.finish_reason),
+            matched_stop=getattr(output, matched) if matched else None,
+            usage=usage if i == last else None,
+            prompt_logprobs=prompt_logprobs if i == 0 else (),
+        )
+
+
+def _logprobs(entries: Iterable[common_pb2.TokenLogprobs]) -> tuple[TokenLogprobs, ...]:
+    return tuple(
+        TokenLogprobs(
+            e.token_id, e.logprob, e.rank, tuple(zip(e.top_token_ids, e.top_logprobs, strict=True))
+        )
+        for e in entries
+    )
+
+
+def to_outcome(o: inference_pb2.AbortOutcome) -> AbortOutcome:
+    """What became of one id."""
+    return AbortOutcome(o.request_id, _ABORT_RESULTS.get(o.result, AbortResult.NOT_FOUND))
+
+
+def to_record(r: inference_pb2.GetStatusResponse) -> RequestRecord:
+    """A request's record."""
+    return RequestRecord(
+        request_id=r.request_id,
+        state=r.state,
+        epoch=r.epoch,
+        tenant=r.tenant,
+        model=r.model,
+        create_time_unix_s=r.create_time.ToNanoseconds() / 1e9,
+        update_time_unix_s=r.update_time.ToNanoseconds() / 1e9,
+        prompt_tokens=r.prompt_tokens,
+        completion_tokens=r.completion_tokens,
+        detail=r.detail,
+    )
+
+
+def to_explanation(r: inference_pb2.ExplainResponse) -> Explanation:
+    """A request's timeline and sums."""
+    return Explanation(
+        request_id=r.request_id,
+        events=tuple(map(_explain_event, r.events)),
+        steps_waited_by_cause=dict(r.steps_waited_by_cause),
+        recomputed_tokens=r.recomputed_tokens,
+        cached_tokens=r.cached_tokens,
+        num_preemptions=r.num_preemptions,
+    )
+
+
+def to_model(m: inference_pb2.Model) -> ModelInfo:
+    """A model that is served."""
+    return ModelInfo(
+        name=m.name,
+        max_model_len=m.max_model_len,
+        vocab_size=m.vocab_size,
+        num_ready_workers=m.num_ready_workers,
+        has_chat_template=m.has_chat_template,
+    )
+
+
+def to_pool(r: inference_pb2.GetPoolResponse) -> PoolInfo:
+    """The workers and their load."""
+    return PoolInfo(
+        workers=tuple(map(_worker, r.workers)),
+        num_queued=r.num_queued,
+        num_in_flight=r.num_in_flight,
+        num_paused=r.num_paused,
+    )
+
+
+def _explain_event(e: inference_pb2.ExplainEvent) -> ExplainEvent:
+    return ExplainEvent(
+        first_step=e.first_step,
+        last_step=e.last_step,
+        kind=e.kind,
+        detail=e.detail,
+        num_tokens=e.num_tokens,
+        queue_position=e.queue_position if e.HasField("queue_position") else None,
+        time_unix_s=e.time_unix_s,
+    )
+
+
+def _worker(w: common_pb2.Worker) -> WorkerInfo:
+    return WorkerInfo(
+        worker_id=w.worker_id,
+        model=w.model,
+        role=common_pb2.WorkerRole.Name(w.role).removeprefix("WORKER_ROLE_").lower(),
+        state=common_pb2.WorkerState.Name(w.state).removeprefix("WORKER_STATE_").lower(),
+        device=w.device,
+        dtype=w.dtype,
+        num_running=w.num_running,
+        num_waiting=w.num_waiting,
+        max_num_seqs=w.max_num_seqs,
+        num_free_kv_blocks=w.num_free_kv_blocks,
+        num_kv_blocks=w.num_kv_blocks,
+        block_size=w.block_size,
+        max_model_len=w.max_model_len,
+        max_num_batched_tokens=w.max_num_batched_tokens,
+    )
