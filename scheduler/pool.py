@@ -337,9 +337,13 @@ def _refusal(engine: Engine, submission: Submission, generated: Int32Array) -> N
     generated is [num_tokens] what it starts from; it takes room as the prompt does.
     """
     vocab_size = engine.info.vocab_size
-    columns = {"prompt_token_ids": submission.prompt_token_ids, "generated_token_ids": generated}
-    for name, token_ids in columns.items():
-        if len(token_ids) and int(token_ids.max()) >= vocab_size:
+    largest_token_ids = {
+        "prompt_token_ids": int(submission.prompt_token_ids.max()),
+        "generated_token_ids": int(generated.max()) if len(generated) else 0,
+        **submission.largest_token_ids,
+    }
+    for name, token_id in largest_token_ids.items():
+        if token_id >= vocab_size:
             return NotTaken(submission.handle, "INVALID", f"{name}: must be below {vocab_size}")
     if engine.end_reached(submission, generated) is not None:
         return None

@@ -7,6 +7,7 @@ scheduling and nothing of the wire.
 
 import asyncio
 from collections import deque
+from collections.abc import Mapping
 from dataclasses import dataclass, field
 from typing import Protocol
 
@@ -29,7 +30,8 @@ class Submission:
 
     prompt_token_ids and generated_token_ids are [num_tokens]; the latter were generated (and
     delivered) under an earlier epoch. sampling is the worker's business: only the wire looks
-    inside. Times are seconds since the epoch.
+    inside, and notes the largest token id of each field there that names any, since a worker's
+    vocabulary must hold them. Times are seconds since the epoch.
     """
 
     handle: int
@@ -37,6 +39,7 @@ class Submission:
     prompt_token_ids: Int32Array
     max_tokens: int
     sampling: object
+    largest_token_ids: Mapping[str, int] = field(default_factory=dict)
     model: str = ""
     worker_id: str = ""
     epoch: int = 1

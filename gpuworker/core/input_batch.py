@@ -242,7 +242,8 @@ class InputBatch:
         room = np.minimum(
             self._num_blocks[rows] * self.limits.block_size, self.limits.max_model_len
         )
-        is_bad = (known > num_tokens) | (ends > room)
+        # The ends of what cannot be computed yet may not fit their type.
+        is_bad = (known > num_tokens) | (ends > room) | (plan.num_computed_tokens > room)
         if len(plan.draft_token_ids):
             is_bad |= (num_draft_tokens > 0) & (known != num_tokens)
         if is_bad.any():

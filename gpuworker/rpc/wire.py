@@ -15,6 +15,9 @@ from headrace.service.columns import pack_int32, unpack_int32
 from headrace.service.errors import invalid
 from headrace.v1 import common_pb2, gpuworker_pb2
 
+# What a column of settings holds.
+_MAX_INT32 = 2**31 - 1
+
 _INT32_COLUMNS = (
     "freed_rows",
     "appended_block_rows",
@@ -72,8 +75,8 @@ def _sampling(message: common_pb2.SamplingParams) -> SamplingSettings:
     settings = SamplingSettings(
         temperature=message.temperature if message.HasField("temperature") else 1.0,
         top_p=message.top_p if message.HasField("top_p") else 1.0,
-        # Past any vocabulary it keeps everything; the column holds 32-bit integers.
-        top_k=min(message.top_k, 2**31 - 1),
+        # Past any vocabulary it keeps everything.
+        top_k=min(message.top_k, _MAX_INT32),
         min_p=message.min_p,
         seed=message.seed,
         repetition_penalty=(
@@ -82,17 +85,22 @@ def _sampling(message: common_pb2.SamplingParams) -> SamplingSettings:
         presence_penalty=message.presence_penalty,
         frequency_penalty=message.frequency_penalty,
         logit_bias=tuple(sorted(message.logit_bias.items())),
-        min_tokens=min(message.min_tokens, 2**31 - 1),
+        min_tokens=min(message.min_tokens, _MAX_INT32),
         stop_token_ids=tuple(message.stop_token_ids),
         ignore_eos=message.ignore_eos,
         bad_token_ids=tuple(tuple(sequence.ids) for sequence in message.bad_token_ids),
-        num_logprobs=message.logprobs if message.HasField("logprobs") else None,
-        num_prompt_logprobs=(
-            message.prompt_logprobs if message.HasField("prompt_logprobs") else None
+        num_logprobs=_at_most_int32(message.logprobs, is_set=message.HasField("logprobs")),
+        num_prompt_logprobs=_at_most_int32(
+            message.prompt_logprobs, is_set=message.HasField("prompt_logprobs")
         ),
     )
     _check_sampling(settings)
     return settings
+
+
+def _at_most_int32(value: int, *, is_set: bool) -> int | None:
+    """A number of alternatives as its column can hold it: no vocabulary has more."""
+    return min(value, _MAX_INT32) if is_set else None
 
 
 def _check_sampling(settings: SamplingSettings) -> None:

@@ -1,10 +1,12 @@
 """Wraps a gRPC method handler of any kind, so that an interceptor is written once."""
 
+import asyncio
 import inspect
 from collections.abc import AsyncIterator, Awaitable, Callable
 from typing import Any
 
 import grpc
+import grpc.aio
 from google.protobuf.message import DecodeError
 
 AroundUnary = Callable[[Callable[[], Awaitable[Any]], Any], Awaitable[Any]]
@@ -37,6 +39,19 @@ def wrap_handler(handler: Any, unary: AroundUnary, stream: AroundStream) -> Any:
         request_deserializer=handler.request_deserializer,
         response_serializer=handler.response_serializer,
     )
+
+
+async def write(context: Any, message: Any) -> None:
+    """Sends one message of a stream.
+
+    Raises:
+        CancelledError: the call is over. A handler that is in the middle of a message when its
+            caller leaves, or its time is up, may hear of that by this and nothing else.
+    """
+    try:
+        await context.write(message)
+    except grpc.aio.InternalError as error:
+        raise asyncio.CancelledError from error
 
 
 def check_decoding(handler: Any, malformed: Callable[[DecodeError], Exception]) -> Any:

@@ -23,6 +23,7 @@ from opentelemetry.trace import Link, NonRecordingSpan, Span, SpanContext, SpanK
 from opentelemetry.trace.status import Status, StatusCode
 
 from headrace.service.config import ConfigError
+from headrace.service.handlers import write
 
 if TYPE_CHECKING:
     from opentelemetry.sdk.trace import TracerProvider
@@ -296,7 +297,7 @@ def _traced(handler: Any, method: str, traceparent: str) -> Any:
                 return
             try:
                 async for response in responses:
-                    await context.write(response)
+                    await write(context, response)
             finally:
                 if hasattr(responses, "aclose"):
                     await responses.aclose()

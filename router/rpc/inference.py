@@ -14,6 +14,7 @@ import grpc.aio
 
 from headrace.service import telemetry
 from headrace.service.errors import ServiceError, invalid, not_found, unimplemented
+from headrace.service.handlers import write
 from headrace.status.store import StatusStore
 from headrace.v1 import common_pb2, inference_pb2, inference_pb2_grpc
 from router.prompts import PromptReader
@@ -106,7 +107,7 @@ class InferenceServicer:
             async for reply in stream:
                 if reply.usage is not None:
                     context.set_trailing_metadata(_trailing_metadata(live, self._router))
-                await context.write(wire.to_response(request_id, reply))
+                await write(context, wire.to_response(request_id, reply))
         finally:
             await stream.aclose()
 

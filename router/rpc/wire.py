@@ -1,20 +1,20 @@
 """GenerateRequest to what the router works with, checked field by field, and replies back.
 
-Everything that comes from outside is validated here and nowhere else. An error names the field
-as the proto does and says what it must be.
+Everything that comes from outside is validated here; of sampling settings, what a scheduler asks
+of them, too, is `headrace.service.sampling`'s. An error names the field as the proto does and says
+what it must be.
 """
 
-import math
 import re
 import secrets
 from collections.abc import Collection, Sequence
 from dataclasses import dataclass
-from typing import NoReturn
 
 import numpy as np
 from grpc import StatusCode
 
 from headrace.service.errors import ServiceError, invalid, unimplemented
+from headrace.service.sampling import check_values, refuse
 from headrace.v1 import common_pb2, inference_pb2
 from router.prompts import ChatPrompt, Prompt, TextPrompt, TokenPrompt
 from router.request import FinishReason, Int32Array, Spec
@@ -32,11 +32,6 @@ _MAX_STOP_TOKEN_IDS = 64
 _MAX_BAD_WORDS = 64
 _MAX_BAD_WORD_BYTES = 256
 _MAX_BAD_WORD_TOKENS = 256
-_MAX_LOGIT_BIAS = 1024
-_MAX_BIAS = 100.0
-_MAX_PENALTY = 2.0
-_MAX_N = 16
-_MAX_LOGPROBS = 20
 
 _FINISH_REASON = {
     FinishReason.STOP: common_pb2.FINISH_REASON_STOP,
@@ -207,76 +202,46 @@ def _check_size(field: str, num_bytes: int, bounds: Bounds) -> None:
 
 def check_sampling(sampling: common_pb2.SamplingParams, vocab_size: int) -> None:
     """Raise the first fault found."""
-    _check_numbers(sampling)
-    _check_lengths(sampling)
+    check_values(sampling)
     _check_stop(sampling, vocab_size)
     _check_bad_words(sampling, vocab_size)
-    _check_logit_bias(sampling, vocab_size)
-
-
-def _check_numbers(sampling: common_pb2.SamplingParams) -> None:
-    if sampling.HasField("temperature") and not 0 <= sampling.temperature < math.inf:
-        _refuse("temperature", "must be a finite number of at least 0", sampling.temperature)
-    if sampling.HasField("top_p") and not 0 < sampling.top_p <= 1:
-        _refuse("top_p", "must be above 0 and at most 1", sampling.top_p)
-    if not 0 <= sampling.min_p <= 1:
-        _refuse("min_p", "must be between 0 and 1", sampling.min_p)
-    if sampling.HasField("repetition_penalty") and not 0 < sampling.repetition_penalty < math.inf:
-        _refuse(
-            "repetition_penalty", "must be a finite number above 0", sampling.repetition_penalty
-        )
-    for name in ("presence_penalty", "frequency_penalty"):
-        value = getattr(sampling, name)
-        if not -_MAX_PENALTY <= value <= _MAX_PENALTY:
-            _refuse(name, "must be between -2 and 2", value)
-
-
-def _check_lengths(sampling: common_pb2.SamplingParams) -> None:
-    if sampling.HasField("max_tokens"):
-        if sampling.max_tokens < 1:
-            _refuse("max_tokens", "must be at least 1; leave it out for all that fits", 0)
-        if sampling.min_tokens > sampling.max_tokens:
-            _refuse("min_tokens", "must not be above max_tokens", sampling.min_tokens)
-    if sampling.HasField("n") and not 1 <= sampling.n <= _MAX_N:
-        _refuse("n", f"must be between 1 and {_MAX_N}", sampling.n)
-    for name in ("logprobs", "prompt_logprobs"):
-        value = getattr(sampling, name)
-        if value > _MAX_LOGPROBS:
-            _refuse(name, f"must be at most {_MAX_LOGPROBS}", value)
+    for token_id in sampling.logit_bias:
+        if token_id >= vocab_size:
+            refuse(f"logit_bias[{token_id}]", f"token ids must be below {vocab_size}", token_id)
 
 
 def _check_stop(sampling: common_pb2.SamplingParams, vocab_size: int) -> None:
     if len(sampling.stop) > _MAX_STOP:
-        _refuse("stop", f"must be at most {_MAX_STOP} strings", len(sampling.stop))
+        refuse("stop", f"must be at most {_MAX_STOP} strings", len(sampling.stop))
     for position, stop in enumerate(sampling.stop):
         num_bytes = len(stop.encode())
         if not 1 <= num_bytes <= _MAX_STOP_BYTES:
-            _refuse(f"stop[{position}]", f"must have 1 to {_MAX_STOP_BYTES} bytes", num_bytes)
+            refuse(f"stop[{position}]", f"must have 1 to {_MAX_STOP_BYTES} bytes", num_bytes)
     if len(sampling.stop_token_ids) > _MAX_STOP_TOKEN_IDS:
-        _refuse(
+        refuse(
             "stop_token_ids", f"must be at most {_MAX_STOP_TOKEN_IDS}", len(sampling.stop_token_ids)
         )
     for position, token_id in enumerate(sampling.stop_token_ids):
         if token_id >= vocab_size:
-            _refuse(f"stop_token_ids[{position}]", f"must be below {vocab_size}", token_id)
+            refuse(f"stop_token_ids[{position}]", f"must be below {vocab_size}", token_id)
 
 
 def _check_bad_words(sampling: common_pb2.SamplingParams, vocab_size: int) -> None:
     for name in ("bad_words", "bad_token_ids"):
         count = len(getattr(sampling, name))
         if count > _MAX_BAD_WORDS:
-            _refuse(name, f"must be at most {_MAX_BAD_WORDS}", count)
+            refuse(name, f"must be at most {_MAX_BAD_WORDS}", count)
     for position, word in enumerate(sampling.bad_words):
         num_bytes = len(word.encode())
         if not 1 <= num_bytes <= _MAX_BAD_WORD_BYTES:
             must = f"must have 1 to {_MAX_BAD_WORD_BYTES} bytes"
-            _refuse(f"bad_words[{position}]", must, num_bytes)
+            refuse(f"bad_words[{position}]", must, num_bytes)
     for position, sequence in enumerate(sampling.bad_token_ids):
         name, num_tokens = f"bad_token_ids[{position}].ids", len(sequence.ids)
         if not 1 <= num_tokens <= _MAX_BAD_WORD_TOKENS:
-            _refuse(name, f"must have 1 to {_MAX_BAD_WORD_TOKENS} tokens", num_tokens)
+            refuse(name, f"must have 1 to {_MAX_BAD_WORD_TOKENS} tokens", num_tokens)
         if max(sequence.ids) >= vocab_size:
-            _refuse(name, f"must be below {vocab_size}", max(sequence.ids))
+            refuse(name, f"must be below {vocab_size}", max(sequence.ids))
 
 
 def add_bad_token_ids(sampling: common_pb2.SamplingParams, tokenizer: TextTokenizer) -> None:
@@ -287,22 +252,6 @@ def add_bad_token_ids(sampling: common_pb2.SamplingParams, tokenizer: TextTokeni
             raise invalid(f"sampling.bad_words[{position}]", "gives no tokens of this model")
         for sequence in sequences:
             sampling.bad_token_ids.add(ids=sequence)
-
-
-def _check_logit_bias(sampling: common_pb2.SamplingParams, vocab_size: int) -> None:
-    if len(sampling.logit_bias) > _MAX_LOGIT_BIAS:
-        _refuse(
-            "logit_bias", f"must have at most {_MAX_LOGIT_BIAS} entries", len(sampling.logit_bias)
-        )
-    for token_id, bias in sampling.logit_bias.items():
-        if token_id >= vocab_size:
-            _refuse(f"logit_bias[{token_id}]", f"token ids must be below {vocab_size}", token_id)
-        if not -_MAX_BIAS <= bias <= _MAX_BIAS:
-            _refuse(f"logit_bias[{token_id}]", "must be between -100 and 100", bias)
-
-
-def _refuse(name: str, must: str, value: float) -> NoReturn:
-    raise invalid(f"sampling.{name}", f"{must}, is {value:g}")
 
 
 def to_response(request_id: str, reply: Reply) -> inference_pb2.GenerateResponse:

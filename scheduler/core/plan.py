@@ -182,11 +182,12 @@ class Victim:
     """A running request that lost its blocks, and who needed how many of them.
 
     was_scheduled: it had been given tokens in this step, which went back to the budget.
-    trigger_id is empty when a prefix-cache reset took them.
+    trigger_key and trigger_id are the other request's: an id may be used again, a key is not.
     """
 
     key: int
     request_id: str
+    trigger_key: int
     trigger_id: str
     num_needed_blocks: int
     num_lost_tokens: int

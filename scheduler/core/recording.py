@@ -326,7 +326,8 @@ class Recorder:
             victims = plan.facts.victims
             record["preempted"] = [self._name_by_key[victim.key] for victim in victims]
             record["preempt_info"] = [
-                [self._name_by_key[v.key], v.trigger_id, int(v.was_scheduled)] for v in victims
+                [self._name_by_key[v.key], self._name_by_key[v.trigger_key], int(v.was_scheduled)]
+                for v in victims
             ]
         if self._finished:
             record["finished_ids"] = sorted(self._finished)

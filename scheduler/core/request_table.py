@@ -15,6 +15,7 @@ BoolArray = NDArray[np.bool_]
 
 NO_STOP_ID = -1
 NOBODY = -1
+_NO_LIMIT = 2**31 - 1  # what a column holds
 # Rows with more stop ids than this have their tokens looked at one by one.
 MAX_VECTOR_STOP_IDS = 8
 
@@ -89,7 +90,8 @@ class RequestTable:
         self.num_placeholders[row] = 0
         self.num_blocks[row] = 0
         self.num_registered[row] = 0
-        self.output_limit[row] = output_limit = request.num_prompt_tokens + spec.max_tokens
+        output_limit = min(request.num_prompt_tokens + spec.max_tokens, _NO_LIMIT)
+        self.output_limit[row] = output_limit
         self.length_limit[row] = min(output_limit, self._max_num_tokens)
         self.is_prefill_chunk[row] = False
         self.draft_ids[row] = NO_STOP_ID

@@ -159,6 +159,7 @@ class SchedulerState:
         victim = Victim(
             key=request.key,
             request_id=request.request_id,
+            trigger_key=beneficiary.key,
             trigger_id=beneficiary.request_id,
             num_needed_blocks=num_needed,
             num_lost_tokens=self.table.num_computed.item(row),

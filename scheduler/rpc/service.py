@@ -7,6 +7,7 @@ from typing import Any
 import grpc.aio
 
 from headrace.service.errors import ServiceError, exhausted, invalid, not_found, unavailable
+from headrace.service.handlers import write
 from headrace.v1 import inference_pb2, scheduler_pb2, scheduler_pb2_grpc
 from scheduler.connection import RouterConnection
 from scheduler.outbox import NotTaken, OutboxClosedError
@@ -54,6 +55,7 @@ class SchedulerService(scheduler_pb2_grpc.SchedulerServicer):
         hello = await anext(messages, None)
         if hello is None or not hello.HasField("hello"):
             raise invalid("hello", "must be in the first message of the stream")
+        wire.check_router_id(hello.hello.router_id)
         if self._is_closing:
             raise _drained()
         connection = RouterConnection(
@@ -64,6 +66,9 @@ class SchedulerService(scheduler_pb2_grpc.SchedulerServicer):
         )
         self._connections.add(connection)
         try:
+            # Not with the first message: a stream that ends in the middle of that would send them
+            # again with its status, which gRPC refuses, and the router would never hear its end.
+            await context.send_initial_metadata(())
             async with asyncio.TaskGroup() as tasks:
                 others = [
                     tasks.create_task(_write_news(connection, context)),
@@ -108,7 +113,7 @@ class SchedulerService(scheduler_pb2_grpc.SchedulerServicer):
 async def _write_news(connection: RouterConnection, context: Context) -> None:
     try:
         while True:
-            await context.write(wire.scheduler_message(await connection.take()))
+            await write(context, wire.scheduler_message(await connection.take()))
     except OutboxClosedError:
         raise _drained() from None
 

@@ -1,5 +1,6 @@
 """Messages of headrace.v1 to and from what this service works with; checks what comes in."""
 
+import math
 import re
 from collections.abc import Iterable, Sequence
 from typing import cast
@@ -8,6 +9,7 @@ import numpy as np
 
 from headrace.service.columns import pack_int32, pack_uint32, unpack_int32
 from headrace.service.errors import invalid
+from headrace.service.sampling import check_values
 from headrace.v1 import common_pb2, gpuworker_pb2, inference_pb2, scheduler_pb2
 from scheduler.core.explain import Explanation
 from scheduler.core.plan import Int32Array, RequestStatus, StepPlan, StepResult
@@ -18,6 +20,7 @@ from scheduler.worker import RowLogprobs, WorkerInfo, WorkerResult, WorkerRole, 
 
 # One of several completions carries its number: "id#0".
 _VALID_ID = re.compile(r"[A-Za-z0-9._:-]{1,128}(#[0-9]{1,2})?")
+_MAX_ROUTER_ID_CHARS = 256
 
 # What a worker must say of itself.
 _LIMITS = (
@@ -63,6 +66,13 @@ _STATUS_BY_CANCEL_REASON = {
 }
 
 
+def check_router_id(router_id: str) -> None:
+    """ServiceError unless it can stand in a log."""
+    if len(router_id) > _MAX_ROUTER_ID_CHARS or not router_id.isprintable():
+        must = f"must be at most {_MAX_ROUTER_ID_CHARS} characters, all of them printable"
+        raise invalid("hello.router_id", must)
+
+
 def submission_of(message: scheduler_pb2.Submission) -> Submission:
     """A router's submission; ServiceError names the field that is wrong."""
     if not _VALID_ID.fullmatch(message.request_id):
@@ -75,6 +85,10 @@ def submission_of(message: scheduler_pb2.Submission) -> Submission:
         raise invalid("sampling.max_tokens", "must be at least 1")
     if not sampling.HasField("seed"):
         raise invalid("sampling.seed", "must be set")
+    check_values(sampling)
+    for name in ("arrival_time_unix_s", "deadline_unix_s"):
+        if not math.isfinite(getattr(message, name)):
+            raise invalid(name, "must be a finite number")
     return Submission(
         handle=message.handle,
         request_id=message.request_id,
@@ -82,6 +96,7 @@ def submission_of(message: scheduler_pb2.Submission) -> Submission:
         generated_token_ids=_token_ids(message.generated_token_ids, "generated_token_ids"),
         max_tokens=sampling.max_tokens,
         sampling=sampling,
+        largest_token_ids=_largest_token_ids(sampling),
         model=message.model,
         worker_id=message.worker_id,
         epoch=message.epoch,
@@ -96,6 +111,18 @@ def submission_of(message: scheduler_pb2.Submission) -> Submission:
         tenant=message.tenant,
         traceparent=message.traceparent,
     )
+
+
+def _largest_token_ids(sampling: common_pb2.SamplingParams) -> dict[str, int]:
+    """By field, for those that name any."""
+    named = {
+        "sampling.stop_token_ids": max(sampling.stop_token_ids, default=-1),
+        "sampling.logit_bias": max(sampling.logit_bias, default=-1),
+        "sampling.bad_token_ids": max(
+            (max(sequence.ids, default=-1) for sequence in sampling.bad_token_ids), default=-1
+        ),
+    }
+    return {name: token_id for name, token_id in named.items() if token_id >= 0}
 
 
 def status_of_cancellation(message: scheduler_pb2.Cancellation) -> RequestStatus:

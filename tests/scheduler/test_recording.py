@@ -14,7 +14,7 @@ from tests.scheduler.harness import router_to, running_scheduler
 
 
 async def run_some(settings: SchedulerSettings, num_rounds: int = 1) -> FakeGpuWorker:
-    """Rounds of 40 requests with preemptions and aborts."""
+    """Rounds of 40 requests with preemptions and aborts; each round uses the same ids again."""
     worker = FakeGpuWorker(num_kv_blocks=20, max_num_batched_tokens=32)
     await worker.start()
     rng = random.Random(4)
@@ -23,7 +23,12 @@ async def run_some(settings: SchedulerSettings, num_rounds: int = 1) -> FakeGpuW
         async with router_to(scheduler) as router:
             for _ in range(num_rounds):
                 prompts = [[rng.randrange(10, 40) for _ in range(9)] for _ in range(40)]
-                handles = await router.submit_all([(prompt, 12) for prompt in prompts])
+                submissions = [
+                    router.submission(prompt, 12, request_id=f"r{number}")
+                    for number, prompt in enumerate(prompts)
+                ]
+                await router.send(submissions=submissions)
+                handles = [submission.handle for submission in submissions]
                 await router.cancel(*handles[30:35])
                 tokens = await router.finished(*handles)
                 for prompt, got in zip(prompts, tokens, strict=True):
@@ -34,9 +39,9 @@ async def run_some(settings: SchedulerSettings, num_rounds: int = 1) -> FakeGpuW
 @pytest.mark.parametrize("depth", [1, 2])
 async def test_a_recording_replays_without_a_difference(tmp_path, depth):
     path = tmp_path / "run.jsonl"
-    await run_some(SchedulerSettings(record=str(path), pipeline_depth=depth))
+    await run_some(SchedulerSettings(record=str(path), pipeline_depth=depth), 3)
     [(_, trace)] = read_traces(path)
-    assert len(trace["requests"]) == 40
+    assert len(trace["requests"]) == 3 * 40
     assert any("preempted" in step.get("sched", {}) for step in trace["steps"])
     assert first_difference(trace) is None
 

@@ -190,6 +190,7 @@ BROKEN = {
         | rows(r4=(0, 5)),
         "too few KV blocks",
     ),
+    "has computed more than can be counted": (rows(r1=(2**31 - 1, 2)), "past the tokens it has"),
     "has negative computed tokens": (rows(r1=(-1, 2)), "num_computed_tokens"),
     "has columns of unequal length": (rows(r1=(0, 2)) | {"rows": int32(1, 4)}, "values for 2"),
     "drafts before the last token": (

@@ -18,6 +18,7 @@ from headrace.service import errors
 from headrace.service.channels import ChannelConfig, open_channel
 from headrace.service.config import ConfigError
 from headrace.service.errors import ServiceError, from_rpc_error
+from headrace.service.handlers import write
 from headrace.service.serving import GrpcServer, ServingConfig, stop_asked
 from headrace.v1 import inference_pb2, inference_pb2_grpc
 
@@ -47,10 +48,25 @@ class Servicer(inference_pb2_grpc.InferenceServicer):
         raise errors.unavailable("LOST", "the worker went away")
 
 
+class Flood(inference_pb2_grpc.InferenceServicer):
+    """Writes until the call is over, and notes how it heard of that."""
+
+    def __init__(self):
+        self.ended_by = asyncio.Queue()
+
+    async def Generate(self, request, context):
+        try:
+            while True:
+                await write(context, inference_pb2.GenerateResponse(request_id="1" * 10_000))
+        except BaseException as error:
+            self.ended_by.put_nowait(type(error))
+            raise
+
+
 @asynccontextmanager
-async def serving(**settings) -> AsyncIterator[str]:
+async def serving(servicer=None, **settings) -> AsyncIterator[str]:
     server = GrpcServer(ServingConfig(**settings), [NAME])
-    inference_pb2_grpc.add_InferenceServicer_to_server(Servicer(), server.server)
+    inference_pb2_grpc.add_InferenceServicer_to_server(servicer or Servicer(), server.server)
     address = await server.start()
     await server.set_serving(True)
     try:
@@ -233,3 +249,19 @@ async def test_bytes_that_are_no_message_are_the_callers_fault(method: str) -> N
             await (call.read() if method == "Generate" else call)
     error = from_rpc_error(caught.value)
     assert (error.code, error.reason) == (grpc.StatusCode.INVALID_ARGUMENT, "MALFORMED_MESSAGE")
+
+
+@pytest.mark.parametrize("timeout_s", [None, 0.1])
+async def test_a_caller_that_does_not_read_and_leaves_is_nobodys_failure(timeout_s, caplog):
+    flood = Flood()
+    async with serving(flood) as address:
+        for _ in range(4):
+            async with open_channel(address) as channel:
+                stub = inference_pb2_grpc.InferenceStub(channel)
+                call = stub.Generate(inference_pb2.GenerateRequest(), timeout=timeout_s)
+                await call.read()
+                if timeout_s is None:
+                    call.cancel()
+                async with asyncio.timeout(10):
+                    assert await flood.ended_by.get() is asyncio.CancelledError
+    assert not caplog.records

@@ -1,6 +1,7 @@
 """The Scheduler service over real gRPC: streams that end, refuse, are slow or watch."""
 
 import asyncio
+import math
 
 import grpc
 import grpc.aio
@@ -21,6 +22,15 @@ async def worker():
     await worker.start()
     yield worker
     await worker.kill()
+
+
+async def test_as_many_tokens_as_the_field_can_ask_for_are_as_many_as_fit(worker):
+    async with running_scheduler([worker]) as scheduler:
+        await scheduler.ready()
+        async with router_to(scheduler) as router:
+            handle = await router.submit(PROMPT, 2**32 - 1)
+            (tokens,) = await router.finished(handle)
+            assert len(PROMPT) + len(tokens) == worker.max_model_len
 
 
 async def test_closing_the_stream_frees_all_its_requests_before_the_next_step(worker):
@@ -68,6 +78,32 @@ async def test_a_stream_must_begin_with_hello(worker):
     assert (error.code, error.field) == (grpc.StatusCode.INVALID_ARGUMENT, "hello")
 
 
+@pytest.mark.parametrize("router_id", ["two\nlines", "nul\0", "x" * 257])
+async def test_a_router_whose_name_could_not_be_read_in_a_log_is_refused(worker, router_id):
+    async with running_scheduler([worker]) as scheduler:
+        router = FakeRouter(scheduler.address, "rude")
+        await router.send(hello=scheduler_pb2.Hello(router_id=router_id))
+        await router.read()
+        await router.close()
+    error = from_rpc_error(router.error)
+    assert (error.code, error.field) == (grpc.StatusCode.INVALID_ARGUMENT, "hello.router_id")
+
+
+async def test_a_stream_may_end_while_its_first_message_is_sent(worker, caplog):
+    async with running_scheduler([worker]) as scheduler:
+        await scheduler.ready()
+        for number in range(100):
+            router = FakeRouter(scheduler.address, "hasty")
+            await router.send(hello=scheduler_pb2.Hello(router_id="hasty"))
+            # It is refused at once, just when the stream ends.
+            await router.submit_all([([1], 1)] * 3, model="other", request_id=f"r{number}")
+            await router.call.done_writing()
+            async with asyncio.timeout(10):
+                await router.read()
+            await router.close()
+    assert not [record for record in caplog.records if record.levelname == "ERROR"]
+
+
 @pytest.mark.parametrize(
     ("fields", "reason", "text"),
     [
@@ -85,6 +121,8 @@ async def test_a_stream_must_begin_with_hello(worker):
         ({"prompt_token_ids": b"\x0b\x00\x00\x00" * 256}, "TOO_LONG", "max_model_len"),
         ({"sampling": common_pb2.SamplingParams(max_tokens=1)}, "INVALID", "seed"),
         ({"sampling": common_pb2.SamplingParams(seed=1)}, "INVALID", "max_tokens"),
+        ({"arrival_time_unix_s": math.nan}, "INVALID", "arrival_time_unix_s"),
+        ({"deadline_unix_s": math.inf}, "INVALID", "deadline_unix_s"),
     ],
 )
 async def test_a_submission_that_cannot_be_served_is_refused_and_leaves_nothing(
@@ -104,6 +142,37 @@ async def test_a_submission_that_cannot_be_served_is_refused_and_leaves_nothing(
             assert (refusal.reason, text in refusal.message) == (reason, True), refusal
             good = await router.submit(PROMPT, 3)
             assert await router.finished(good) == [expected_tokens(PROMPT, 3)]
+
+
+@pytest.mark.parametrize(
+    ("sampling", "text"),
+    [
+        ({"temperature": math.nan}, "sampling.temperature"),
+        ({"top_p": 2.0}, "sampling.top_p"),
+        ({"min_p": -0.5}, "sampling.min_p"),
+        ({"repetition_penalty": 0.0}, "sampling.repetition_penalty"),
+        ({"presence_penalty": math.inf}, "sampling.presence_penalty"),
+        ({"logprobs": 3_000_000_000}, "sampling.logprobs"),
+        ({"prompt_logprobs": 21}, "sampling.prompt_logprobs"),
+        ({"logit_bias": {7: math.nan}}, "sampling.logit_bias"),
+        ({"logit_bias": {1000: 1.0}}, "sampling.logit_bias: must be below 1000"),
+        ({"stop_token_ids": [4_000_000_000]}, "sampling.stop_token_ids: must be below 1000"),
+        ({"bad_token_ids": [{"ids": [1, 1000]}]}, "sampling.bad_token_ids: must be below 1000"),
+    ],
+)
+async def test_settings_that_no_worker_could_use_never_come_to_one(worker, sampling, text):
+    """A worker would refuse the whole step, and with it everybody else's."""
+    async with running_scheduler([worker]) as scheduler:
+        await scheduler.ready()
+        async with router_to(scheduler) as router:
+            good = await router.submit(PROMPT, 40)
+            bad = await router.submit(
+                [21, 22], 5, sampling=common_pb2.SamplingParams(**sampling), request_id="bad"
+            )
+            refusal = await router.refused(bad)
+            assert (refusal.reason, text in refusal.message) == ("INVALID", True), refusal.message
+            assert await router.finished(good) == [expected_tokens(PROMPT, 40)]
+    assert "bad" not in {r.request_id for plan in worker.plans for r in plan.row_requests}
 
 
 async def test_a_prompt_that_the_pool_can_never_hold_is_refused():
@@ -222,7 +291,7 @@ async def test_a_router_that_never_reads_is_ended_and_its_requests_with_it():
         stuck = FakeRouter(scheduler.address, "stuck")
         await stuck.send(hello=scheduler_pb2.Hello(router_id="stuck"))
         # Bulky messages fill what gRPC itself buffers.
-        sampling = common_pb2.SamplingParams(logprobs=200)
+        sampling = common_pb2.SamplingParams(logprobs=20)
         await stuck.submit_all([(PROMPT, 90_000)] * 12, sampling=sampling)
         await until(lambda: len(scheduler.switchboard.requests) > 0)
         await until(lambda: len(scheduler.switchboard.requests) == 0)

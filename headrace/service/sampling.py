@@ -1,0 +1,72 @@
+"""What sampling settings may be, for every port that takes them.
+
+A worker refuses a plan as a whole, so one impossible setting would cost everybody of that step: it
+must not come so far, whether a client sent it to a router or somebody sent it to a scheduler.
+"""
+
+import math
+from typing import NoReturn
+
+from headrace.service.errors import invalid
+from headrace.v1 import common_pb2
+
+_MAX_PENALTY = 2.0
+_MAX_N = 16
+_MAX_LOGPROBS = 20
+_MAX_LOGIT_BIAS = 1024
+_MAX_BIAS = 100.0
+
+
+def check_values(sampling: common_pb2.SamplingParams) -> None:
+    """All that can be told without a tokenizer or a vocabulary.
+
+    Raises:
+        ServiceError: INVALID_ARGUMENT, naming the first field that is wrong.
+    """
+    _check_numbers(sampling)
+    _check_lengths(sampling)
+    _check_biases(sampling)
+
+
+def refuse(name: str, must: str, value: float) -> NoReturn:
+    """Raise for a setting."""
+    raise invalid(f"sampling.{name}", f"{must}, is {value:g}")
+
+
+def _check_numbers(sampling: common_pb2.SamplingParams) -> None:
+    if sampling.HasField("temperature") and not 0 <= sampling.temperature < math.inf:
+        refuse("temperature", "must be a finite number of at least 0", sampling.temperature)
+    if sampling.HasField("top_p") and not 0 < sampling.top_p <= 1:
+        refuse("top_p", "must be above 0 and at most 1", sampling.top_p)
+    if not 0 <= sampling.min_p <= 1:
+        refuse("min_p", "must be between 0 and 1", sampling.min_p)
+    if sampling.HasField("repetition_penalty") and not 0 < sampling.repetition_penalty < math.inf:
+        refuse("repetition_penalty", "must be a finite number above 0", sampling.repetition_penalty)
+    for name in ("presence_penalty", "frequency_penalty"):
+        value = getattr(sampling, name)
+        if not -_MAX_PENALTY <= value <= _MAX_PENALTY:
+            refuse(name, "must be between -2 and 2", value)
+
+
+def _check_lengths(sampling: common_pb2.SamplingParams) -> None:
+    if sampling.HasField("max_tokens"):
+        if sampling.max_tokens < 1:
+            refuse("max_tokens", "must be at least 1; leave it out for all that fits", 0)
+        if sampling.min_tokens > sampling.max_tokens:
+            refuse("min_tokens", "must not be above max_tokens", sampling.min_tokens)
+    if sampling.HasField("n") and not 1 <= sampling.n <= _MAX_N:
+        refuse("n", f"must be between 1 and {_MAX_N}", sampling.n)
+    for name in ("logprobs", "prompt_logprobs"):
+        value = getattr(sampling, name)
+        if value > _MAX_LOGPROBS:
+            refuse(name, f"must be at most {_MAX_LOGPROBS}", value)
+
+
+def _check_biases(sampling: common_pb2.SamplingParams) -> None:
+    if len(sampling.logit_bias) > _MAX_LOGIT_BIAS:
+        refuse(
+            "logit_bias", f"must have at most {_MAX_LOGIT_BIAS} entries", len(sampling.logit_bias)
+        )
+    for token_id, bias in sampling.logit_bias.items():
+        if not -_MAX_BIAS <= bias <= _MAX_BIAS:
+            refuse(f"logit_bias[{token_id}]", "must be between -100 and 100", bias)
