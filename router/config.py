@@ -65,6 +65,14 @@ class StreamsConfig(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
             ge=1,
         ),
     ] = 65_536
+    max_unread_tokens_in_all: Annotated[
+        int,
+        help_text(
+            "Tokens that may wait for all clients, about: with so many completions that they could"
+            " hold more, each may hold less.",
+            ge=1,
+        ),
+    ] = 4_194_304
     slow_client: Annotated[
         SlowClient,
         help_text("With more unread a completion is paused until half is read, or ended at once."),

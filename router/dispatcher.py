@@ -127,8 +127,10 @@ class Dispatcher:
 
     def has_read(self, completion: Completion) -> None:
         """More of it was sent to its client: if it is paused, it may go on."""
-        limit = completion.max_unread_tokens
-        if not completion.is_paused or not self._unread.may_go_on(completion.num_unread, limit):
+        if not completion.is_paused:
+            return
+        limit, crowd = completion.max_unread_tokens, self._unread.crowd(len(self._in_flight))
+        if not self._unread.may_go_on(completion.num_unread, limit, crowd):
             return
         self._end_pause(completion)
         if self._in_flight.get(completion.handle) is completion:
@@ -202,6 +204,7 @@ class Dispatcher:
         """Append what came; returns completions of which too much is unread."""
         in_flight, token_ids, begin = self._in_flight, news.token_ids, 0
         unread: list[Completion] = []
+        crowd = self._unread.crowd(len(in_flight))
         for handle, count in zip(news.handles, news.num_new_tokens, strict=True):
             end = begin + count
             completion = in_flight.get(handle)
@@ -213,7 +216,7 @@ class Dispatcher:
                     request.timeline.first_token = self._clock()
                 request.wake()
                 num_unread = len(completion.token_ids) - completion.num_streamed
-                if num_unread > completion.max_unread_tokens:
+                if num_unread > completion.max_unread_tokens // crowd:
                     unread.append(completion)
             begin = end
         return unread
@@ -304,12 +307,13 @@ class Dispatcher:
 
     def _restrain(self, completion: Completion) -> None:
         """More of it is unread than may be."""
-        num_unread, limit = completion.num_unread, completion.max_unread_tokens
-        match self._unread.verdict(num_unread, limit, is_paused=completion.is_paused):
+        limit, crowd = completion.max_unread_tokens, self._unread.crowd(len(self._in_flight))
+        is_paused = completion.is_paused
+        match self._unread.verdict(completion.num_unread, limit, is_paused=is_paused, crowd=crowd):
             case Verdict.PAUSE:
                 self._pause(completion)
             case Verdict.GIVE_UP:
-                self._give_up(completion, f"more than {limit} of its tokens are unread")
+                self._give_up(completion, f"more than {limit // crowd} of its tokens are unread")
             case Verdict.GO_ON:
                 pass
 

@@ -6,7 +6,9 @@ What was on its way when it was paused still comes. That is a few steps' worth; 
 that nobody heeds the pause, and then it is given up, as it is when it has been paused for
 max_pause_s in one go. So never more than twice the limit, and a little, waits for one client.
 A token with the log probabilities of twenty alternatives takes 1.3 kB here, one without 4 bytes:
-with them the limit is lower.
+with them the limit is lower. Among many streams, too: a limit is divided by the crowd, which is 1
+until all streams together could hold more than max_unread_tokens_in_all. The crowd decides when
+one is paused, and not when it is given up: nobody is, for others having come.
 """
 
 from dataclasses import dataclass
@@ -32,14 +34,19 @@ class Verdict(Enum):
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class UnreadLimits:
-    """How much may wait for one client; slow_client "cut" gives up where "pause" pauses.
+    """How much may wait for clients; slow_client "cut" gives up where "pause" pauses.
 
-    The methods take as `limit` what `of` gave for the completion.
+    The methods take as `limit` what `of` gave for the completion, and as `crowd` what `crowd` gave.
     """
 
     slow_client: SlowClient = "pause"
     max_unread_tokens: int = 65_536
+    max_unread_tokens_in_all: int = 4_194_304
     max_pause_s: float = 60.0
+
+    def crowd(self, num_streams: int) -> int:
+        """What limits are divided by while so many completions are in flight."""
+        return max(1, -(-num_streams * self.max_unread_tokens // self.max_unread_tokens_in_all))
 
     def of(self, *, has_logprobs: bool) -> int:
         """Tokens of a completion that may wait for its client."""
@@ -47,9 +54,9 @@ class UnreadLimits:
             return self.max_unread_tokens
         return max(1, self.max_unread_tokens // LOGPROBS_COST)
 
-    def verdict(self, num_unread: int, limit: int, *, is_paused: bool) -> Verdict:
+    def verdict(self, num_unread: int, limit: int, *, is_paused: bool, crowd: int = 1) -> Verdict:
         """What to do now that so many tokens are unread."""
-        if num_unread <= limit:
+        if num_unread <= limit // crowd:
             return Verdict.GO_ON
         if self.slow_client == "cut":
             return Verdict.GIVE_UP
@@ -59,9 +66,9 @@ class UnreadLimits:
         return Verdict.GO_ON if is_heeded else Verdict.GIVE_UP
 
     @staticmethod
-    def may_go_on(num_unread: int, limit: int) -> bool:
+    def may_go_on(num_unread: int, limit: int, crowd: int = 1) -> bool:
         """Whether enough has been read of something that is paused."""
-        return num_unread <= limit // 2
+        return num_unread <= limit // crowd // 2
 
 
 class Pauses(Generic[T]):

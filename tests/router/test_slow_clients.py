@@ -46,6 +46,18 @@ def test_it_is_paused_with_too_much_unread_and_goes_on_when_half_is_read():
     slow.assert_empty()
 
 
+def test_among_many_streams_it_is_paused_earlier():
+    slow = bench(unread=UnreadLimits(max_unread_tokens=10, max_unread_tokens_in_all=20))
+    leaves = [entered(slow, f"r{i}")[0] for i in range(4)]
+    slow.step(num_tokens=5)
+    assert paused(slow) == []
+    slow.step(num_tokens=1)
+    assert len(paused(slow)) == 4
+    for leave in leaves:
+        leave()
+    slow.assert_empty()
+
+
 def test_tokens_that_were_on_their_way_are_kept():
     slow = bench()
     leave, request, completion = entered(slow)

@@ -37,6 +37,21 @@ def test_with_log_probabilities_less_may_wait():
     assert UnreadLimits(max_unread_tokens=5).of(has_logprobs=True) == 1
 
 
+def test_among_many_streams_less_may_wait_for_each():
+    limits = UnreadLimits(max_unread_tokens=100, max_unread_tokens_in_all=1000)
+    assert [limits.crowd(n) for n in (0, 1, 10, 11, 20, 1000)] == [1, 1, 1, 2, 2, 100]
+    assert limits.verdict(50, 100, is_paused=False, crowd=2) is Verdict.GO_ON
+    assert limits.verdict(51, 100, is_paused=False, crowd=2) is Verdict.PAUSE
+    assert (limits.may_go_on(25, 100, 2), limits.may_go_on(26, 100, 2)) == (True, False)
+
+
+def test_nobody_is_given_up_for_others_having_come():
+    limits = UnreadLimits(max_unread_tokens=10_000, max_unread_tokens_in_all=10_000)
+    crowd = limits.crowd(1000)
+    assert limits.verdict(9_000, 10_000, is_paused=True, crowd=crowd) is Verdict.GO_ON
+    assert limits.verdict(21_025, 10_000, is_paused=True, crowd=crowd) is Verdict.GIVE_UP
+
+
 def test_pauses_are_due_in_the_order_in_which_they_began():
     pauses = Pauses(max_pause_s=10.0)
     assert pauses.next() is None
