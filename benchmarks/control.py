@@ -133,7 +133,7 @@ def main(
     with asyncio.Runner(loop_factory=uvloop.new_event_loop) as runner:
         if num_soaked:
             results = runner.run(soak(num_soaked))
-            click.echo(json.dumps(results, indent=1))
+            click.echo(shown("soak", results))
         else:
             results = runner.run(run(tokens, requests, max_seconds))
     if json_file is not None:

@@ -51,7 +51,9 @@ async def soak(num_requests: int) -> dict[str, Any]:
     for name in samples[0][1]:
         begin, half, end = (s[0][1][name] / 1e6 for s in (samples, settled, samples[-1:]))
         result[f"{name} memory"] = {
-            "mb_at_begin_half_end": [round(begin, 1), round(half, 1), round(end, 1)],
+            "begin_mb": round(begin, 1),
+            "half_mb": round(half, 1),
+            "end_mb": round(end, 1),
             "kb_more_per_10000_requests": round(_slope(settled, name) * 10_000 / 1000, 1),
         }
     return result
