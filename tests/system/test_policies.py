@@ -181,12 +181,13 @@ async def test_a_tenant_of_short_prompts_is_served_beside_one_of_eight_thousand_
             assert (await stack.rest(call))[-1].usage.prompt_tokens == 8_000
 
 
-@pytest.mark.parametrize("how", ["close", "one id", "many ids", "tenant"])
+@pytest.mark.parametrize("how", ["close", "deadline", "one id", "many ids", "tenant"])
 async def test_whatever_aborts_frees_everything_within_two_steps(how):
     async with both(max_num_seqs=4, num_kv_blocks=5_000, max_model_len=5_000) as running:
         stack = running.stack
+        late = {"deadline": in_seconds(3.0)} if how == "deadline" else {}
         calls = [
-            stack.generate(request_id=f"r-{i}", tenant="a", sampling={"max_tokens": 4_000})
+            stack.generate(request_id=f"r-{i}", tenant="a", sampling={"max_tokens": 4_000}, **late)
             for i in range(1 if how == "one id" else 20)
         ]
         await stack.until(lambda: stack.router.num_live == len(calls))
@@ -200,10 +201,12 @@ async def test_whatever_aborts_frees_everything_within_two_steps(how):
                 await stack.stub.Abort(inference_pb2.AbortRequest(request_ids=ids))
             case "tenant":
                 await stack.stub.Abort(inference_pb2.AbortRequest(tenant="a"))
-        if how == "close":
-            await stack.until(lambda: not stack.router.num_live)
+        if how in {"close", "deadline"}:
+            await stack.until(
+                lambda: not stack.router.num_in_flight and not stack.router.num_queued
+            )
         assert await running.steps_until(running.is_free) <= 2
-        if how != "close":
+        if how not in {"close", "deadline"}:
             for call in calls:
                 last = (await stack.rest(call))[-1]
                 assert last.outputs[0].finish_reason == common_pb2.FINISH_REASON_ABORTED
