@@ -1,4 +1,4 @@
-"""Fails when a file has outgrown its room (docs: README, "Ceilings")."""
+"""Fails when a file has outgrown its room (docs/contributing.md, "Ceilings")."""
 
 import subprocess
 import sys
