@@ -11,9 +11,9 @@ from collections import Counter, OrderedDict
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 
+from headrace.lazy_heap import LazyHeap
 from headrace.service.errors import ServiceError, aborted
 from router import outcomes
-from router.core.deadlines import Deadlines
 from router.core.global_queue import GlobalQueue
 from router.core.placement import Pool
 from router.core.prefix_index import prefix_of
@@ -82,7 +82,7 @@ class Router:
         self._wall_clock = wall_clock
         self._reservations: dict[str, Reservation] = {}
         self._requests: dict[int, Request] = {}
-        self._deadlines = Deadlines()
+        self._deadlines: LazyHeap[int, Request] = LazyHeap()
         self._waker = Waker()
         self._owner_by_ended_id: OrderedDict[str, str] = OrderedDict()
         self._last_key = 0
@@ -192,7 +192,7 @@ class Router:
         reservation.request = request
         self._requests[request.number] = request
         if deadline is not None:
-            self._deadlines.add(request.number, deadline)
+            self._deadlines.push(request.number, deadline, request)
             self._deadline_added.set()
         automaton = StopStrings(spec.stop) if spec.stop else None
         for index in range(spec.n):
@@ -243,12 +243,13 @@ class Router:
             Seconds until the next one is; None if there is none.
         """
         now = self._clock()
-        due = self._deadlines.pop_due(now)
-        for number in due:
-            self._end_all(self._requests[number], Finish(FinishReason.DEADLINE))
+        due = self._deadlines.pop_through(now)
+        for request in due:
+            self._end_all(request, Finish(FinishReason.DEADLINE))
         if due:
             self.dispatcher.pump()
-        following = [self.dispatcher.give_up_paused(), self._deadlines.next()]
+        nearest = self._deadlines.head()
+        following = [self.dispatcher.give_up_paused(), nearest.rank if nearest else None]
         return min((max(0.0, when - now) for when in following if when is not None), default=None)
 
     async def run_deadlines(self) -> None:
@@ -298,7 +299,7 @@ class Router:
         completion.finish = finish
         if request.is_finished:
             request.timeline.ended = self._clock()
-            self._deadlines.discard(request.number)
+            self._deadlines.remove(request.number)
         request.wake()
 
     def _fail(self, request: Request, error: ServiceError) -> None:
@@ -313,7 +314,7 @@ class Router:
             reason = FinishReason.DEADLINE if is_late else FinishReason.ABORTED
             self._end_all(request, Finish(reason))
             self.dispatcher.pump()
-        self._deadlines.discard(request.number)
+        self._deadlines.remove(request.number)
         self._gate.spend(request.spec.tenant, request.num_completion_tokens)
         self.num_ended[_ending(request)] += 1
         del self._requests[request.number]

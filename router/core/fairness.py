@@ -18,8 +18,9 @@ whatever the sizes of their requests: a tenant of 30,000-token prompts gets one 
 30,000 tokens of a neighbour with small prompts. Cached prompt tokens cost as much as others.
 """
 
-import heapq
 from collections.abc import Mapping
+
+from headrace.lazy_heap import LazyHeap
 
 _MAX_IDLE_ACCOUNTS = 10_000
 
@@ -27,7 +28,7 @@ _MAX_IDLE_ACCOUNTS = 10_000
 class Account:
     """A tenant's service so far, in virtual tokens; requests charge it as they are served."""
 
-    __slots__ = ("is_waiting", "output_cost", "place", "prompt_cost", "tenant", "virtual_tokens")
+    __slots__ = ("output_cost", "prompt_cost", "tenant", "virtual_tokens")
 
     def __init__(self, tenant: str, weight: float, output_price: float, begin: float) -> None:
         assert weight > 0, "a weight of zero would never be served"
@@ -35,8 +36,6 @@ class Account:
         self.prompt_cost = 1.0 / weight
         self.output_cost = output_price / weight
         self.virtual_tokens = begin
-        self.is_waiting = False
-        self.place = 0  # number of its valid place in the order
 
     def charge_prompt(self, num_tokens: int) -> None:
         """Prompt tokens were dispatched."""
@@ -45,9 +44,6 @@ class Account:
     def charge_output(self, num_tokens: int) -> None:
         """Output tokens were served."""
         self.virtual_tokens += num_tokens * self.output_cost
-
-
-_Place = tuple[float, int, Account]
 
 
 class FairShare:
@@ -64,13 +60,15 @@ class FairShare:
         self._default_weight = default_weight
         self._output_price = output_price
         self._account_by_tenant: dict[str, Account] = {}
-        # (counter when put in, number, account): counters only grow while one waits, so an
-        # outdated place is found at the top and put in again where it belongs now.
-        self._heap: list[_Place] = []
-        self._passed_over: list[_Place] = []
-        self._num_pushed = 0
+        # Tenants that wait, by their counter when they were pushed. Counters only grow, so a
+        # tenant whose counter has grown since is found at the head and pushed again.
+        self._waiting: LazyHeap[str, Account] = LazyHeap()
         self._floor = 0.0
-        self.num_waiting = 0
+
+    @property
+    def num_waiting(self) -> int:
+        """Tenants that have a request waiting."""
+        return len(self._waiting)
 
     def account(self, tenant: str) -> Account:
         """The tenant's account, opened at the floor when it is new."""
@@ -86,60 +84,52 @@ class FairShare:
     def begin_waiting(self, tenant: str) -> None:
         """The tenant has a request that waits, and had none."""
         account = self.account(tenant)
-        assert not account.is_waiting, f"tenant {tenant!r} waits already"
         account.virtual_tokens = max(account.virtual_tokens, self._smallest())
-        account.is_waiting = True
-        self.num_waiting += 1
-        self._push(account)
+        self._waiting.push(tenant, account.virtual_tokens, account)
 
     def end_waiting(self, tenant: str) -> None:
         """The tenant's last waiting request is gone."""
         account = self._account_by_tenant[tenant]
-        assert account.is_waiting, f"tenant {tenant!r} does not wait"
-        account.is_waiting = False
-        self.num_waiting -= 1
+        was_waiting = self._waiting.remove(tenant)
+        assert was_waiting, f"tenant {tenant!r} does not wait"
         self._floor = max(self._floor, account.virtual_tokens)
         if self.num_waiting:
             self._floor = min(self._floor, self._smallest())
 
     def next(self) -> str | None:
         """The tenant whose turn it is; None when nobody waits."""
-        while self._heap:
-            counter, place, account = self._heap[0]
-            is_valid = account.is_waiting and place == account.place
-            if is_valid and counter == account.virtual_tokens:
-                return account.tenant
-            heapq.heappop(self._heap)
-            if is_valid:
-                self._push(account)
-        return None
+        account = self._next()
+        return None if account is None else account.tenant
 
     def pass_over(self, tenant: str) -> None:
         """Leave the tenant whose turn it is out of `next` until `put_back`."""
         assert self.next() == tenant, f"it is not the turn of {tenant!r}"
-        self._passed_over.append(heapq.heappop(self._heap))
+        self._waiting.pass_over()
 
     def put_back(self) -> None:
-        """Those that were passed over have their places again."""
-        for place in self._passed_over:
-            heapq.heappush(self._heap, place)
-        self._passed_over.clear()
+        """Restore the turns of the tenants skipped by `pass_over`."""
+        self._waiting.put_back()
+
+    def _next(self) -> Account | None:
+        while (entry := self._waiting.head()) is not None:
+            account = entry.item
+            if entry.rank == account.virtual_tokens:
+                return account
+            self._waiting.pop()
+            self._waiting.push(account.tenant, account.virtual_tokens, account)
+        return None
 
     def _smallest(self) -> float:
-        """The smallest counter among those that wait; the floor when nobody does."""
-        waiting = [place[2] for place in self._passed_over if place[2].is_waiting]
-        if self.next() is not None:
-            waiting.append(self._heap[0][2])
+        """The smallest counter among the tenants that wait; the floor when none does."""
+        waiting = [entry.item for entry in self._waiting.passed_over]
+        if (first := self._next()) is not None:
+            waiting.append(first)
         return min((account.virtual_tokens for account in waiting), default=self._floor)
-
-    def _push(self, account: Account) -> None:
-        self._num_pushed += 1
-        account.place = self._num_pushed
-        heapq.heappush(self._heap, (account.virtual_tokens, self._num_pushed, account))
 
     def _close_idle_accounts(self) -> None:
         """Forget those that would be lifted to the floor anyway, then those least ahead of it."""
-        idle = [a for a in self._account_by_tenant.values() if not a.is_waiting]
+        accounts = self._account_by_tenant.values()
+        idle = [account for account in accounts if account.tenant not in self._waiting]
         idle.sort(key=lambda account: account.virtual_tokens)
         for account in idle[:-_MAX_IDLE_ACCOUNTS]:
             del self._account_by_tenant[account.tenant]

@@ -7,15 +7,15 @@ priority  the smaller priority first, arrival breaks ties; with aging, a priorit
 fair      tenants take turns by what they were served (see `fairness`); inside a tenant, priority.
 
 A request that comes back (its scheduler was lost) keeps its arrival, so it is ahead of all that
-came after it. Removing one is O(1): it is forgotten at once and its place is skipped later. One
-that cannot go now is passed over and put back; in between, the next in order is at the head.
+came after it. A request that no worker has credit for is passed over and put back at the end of
+the round; in between, the next in order is at the head.
 """
 
-import heapq
 from collections.abc import Iterator
 from dataclasses import dataclass
 from typing import Generic, Literal, TypeVar
 
+from headrace.lazy_heap import LazyHeap
 from router.core.admission import QueueLoad
 from router.core.fairness import FairShare
 
@@ -44,10 +44,6 @@ class Entry(Generic[T]):
     item: T
 
 
-# (rank, order, number of the push, entry).
-_Place = tuple[float, int, int, Entry[T]]
-
-
 class Line(Generic[T]):
     """Waiting requests by key; the caller is its only writer."""
 
@@ -60,10 +56,9 @@ class Line(Generic[T]):
         self._aging_s = aging_s
         self._entry_by_key: dict[int, Entry[T]] = {}
         # A heap for each tenant under policy fair, else one.
-        self._heaps: dict[str, list[_Place[T]]] = {}
+        self._heaps: dict[str, LazyHeap[int, Entry[T]]] = {}
         self._load_by_tenant: dict[str, QueueLoad] = {}
-        self._passed_over: list[tuple[str, _Place[T]]] = []
-        self._num_pushed = 0
+        self._heaps_passed_over: set[str] = set()
         self.num_tokens = 0
 
     def __len__(self) -> int:
@@ -109,9 +104,8 @@ class Line(Generic[T]):
         assert entry.key not in self._entry_by_key, f"{entry.key} waits already"
         self._entry_by_key[entry.key] = entry
         self._count(entry, 1)
-        self._num_pushed += 1
-        heap = self._heaps.setdefault(self._heap_of(entry), [])
-        heapq.heappush(heap, (self._rank(entry), entry.order, self._num_pushed, entry))
+        heap = self._heaps.setdefault(self._heap_of(entry), LazyHeap())
+        heap.push(entry.key, (self._rank(entry), entry.order), entry)
 
     def peek(self) -> T | None:
         """The next one, left in its place; None when nothing waits that was not passed over."""
@@ -127,14 +121,14 @@ class Line(Generic[T]):
         """Leave the one at the head out of the order until `put_back`."""
         name = "" if self._policy != "fair" else self.shares.next()
         assert name is not None, "whoever has a request here has a turn"
-        self._passed_over.append((name, heapq.heappop(self._heaps[name])))
+        self._heaps[name].pass_over()
+        self._heaps_passed_over.add(name)
 
     def put_back(self) -> None:
-        """Those that were passed over are in their places again."""
-        for name, place in self._passed_over:
-            if self._is_waiting(place[3]):
-                heapq.heappush(self._heaps[name], place)
-        self._passed_over.clear()
+        """Restore the requests skipped by `pass_over` to their places."""
+        for name in self._heaps_passed_over & self._heaps.keys():
+            self._heaps[name].put_back()
+        self._heaps_passed_over.clear()
         self.shares.put_back()
 
     def remove(self, key: int) -> bool:
@@ -142,26 +136,20 @@ class Line(Generic[T]):
         entry = self._entry_by_key.pop(key, None)
         if entry is None:
             return False
-        load = self._count(entry, -1)
+        self._count(entry, -1)
         name = self._heap_of(entry)
-        num_waiting = load.num_requests if self._policy == "fair" else len(self._entry_by_key)
-        if not num_waiting:
+        self._heaps[name].remove(key)
+        if not self._heaps[name]:
             del self._heaps[name]
-        # Cancelled places must not outnumber the living for long.
-        elif len(self._heaps[name]) > 2 * num_waiting + 16:
-            heap = [place for place in self._heaps[name] if self._is_waiting(place[3])]
-            heapq.heapify(heap)
-            self._heaps[name] = heap
         return True
 
     def _head_of(self, name: str) -> T | None:
-        heap = self._heaps.get(name, [])
-        while heap and not self._is_waiting(heap[0][3]):
-            heapq.heappop(heap)
-        return heap[0][3].item if heap else None
+        heap = self._heaps.get(name)
+        head = heap.head() if heap is not None else None
+        return None if head is None else head.item.item
 
-    def _count(self, entry: Entry[T], sign: int) -> QueueLoad:
-        """The tenant's load with the entry, or without it; a tenant without any is forgotten."""
+    def _count(self, entry: Entry[T], sign: int) -> None:
+        """Add the entry to its tenant's load, or take it out; an empty load is forgotten."""
         tenant = entry.tenant
         before = self._load_by_tenant.get(tenant)
         old = before or _NO_LOAD
@@ -175,7 +163,6 @@ class Line(Generic[T]):
             self.shares.begin_waiting(tenant)
         elif not load.num_requests:
             self.shares.end_waiting(tenant)
-        return load
 
     def _heap_of(self, entry: Entry[T]) -> str:
         return entry.tenant if self._policy == "fair" else ""
@@ -186,7 +173,3 @@ class Line(Generic[T]):
         if self._aging_s:
             return entry.arrival + entry.priority * self._aging_s
         return float(entry.priority)
-
-    def _is_waiting(self, entry: Entry[T]) -> bool:
-        # The same key may have come back since, with another entry.
-        return self._entry_by_key.get(entry.key) is entry

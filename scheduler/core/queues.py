@@ -5,11 +5,11 @@ something else (a grammar, output in flight) and hold nobody up. Requests whose 
 are `paused`, apart from both: no step looks at them, however many there are and however long.
 """
 
-import heapq
 from collections import OrderedDict
 from collections.abc import Iterator
 from typing import Literal, Protocol
 
+from headrace.lazy_heap import LazyHeap
 from scheduler.core.request import Request
 
 
@@ -65,43 +65,34 @@ class FcfsQueue:
         return iter(self._requests.values())
 
 
-HeapEntry = tuple[tuple[int, float, str], int, Request]
-
-
 class PriorityQueue:
     """Smallest (priority, arrival_time, request_id) first, wherever a request comes from."""
 
     def __init__(self) -> None:
-        self._heap: list[HeapEntry] = []
-        # A removed request stays in the heap until it surfaces.
-        self._live: dict[int, HeapEntry] = {}
+        self._heap: LazyHeap[int, Request] = LazyHeap()
 
     def push(self, request: Request) -> None:
-        entry = (request.order_key, request.key, request)
-        self._live[request.key] = entry
-        heapq.heappush(self._heap, entry)
+        # Two live requests of one id are told apart by their keys.
+        self._heap.push(request.key, (request.order_key, request.key), request)
 
     push_front = push
 
     def head(self) -> Request:
-        while self._live.get(self._heap[0][1]) is not self._heap[0]:
-            heapq.heappop(self._heap)
-        return self._heap[0][2]
+        entry = self._heap.head()
+        assert entry is not None, "an empty queue has no head"
+        return entry.item
 
     def pop(self) -> Request:
-        request = self.head()
-        heapq.heappop(self._heap)
-        del self._live[request.key]
-        return request
+        return self._heap.pop()
 
     def remove(self, request: Request) -> bool:
-        return self._live.pop(request.key, None) is not None
+        return self._heap.remove(request.key)
 
     def __len__(self) -> int:
-        return len(self._live)
+        return len(self._heap)
 
     def __iter__(self) -> Iterator[Request]:
-        return (entry[2] for entry in sorted(self._live.values(), key=lambda entry: entry[:2]))
+        return iter(self._heap)
 
 
 class WaitingQueues:

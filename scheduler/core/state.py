@@ -3,12 +3,12 @@
 It carries out the transitions of a request (admit, preempt, finish); the passes decide them.
 """
 
-import heapq
 from collections import deque
 from dataclasses import dataclass
 
 import numpy as np
 
+from headrace.lazy_heap import LazyHeap
 from scheduler.core.batch import StepBatch
 from scheduler.core.explain import History, Ledger
 from scheduler.core.kv_cache import KvCache
@@ -64,8 +64,7 @@ class SchedulerState:
         # The step being planned, or the next one; and the clock of the last call.
         self.step_id = 0
         self.now = 0.0
-        self._deadlines: list[tuple[float, int, int]] = []
-        self._num_deadlines = 0
+        self._deadlines: LazyHeap[int, int] = LazyHeap()
         self.requests: dict[int, Request] = {}
         self.flights: deque[Flight] = deque()
         # Preempted requests with output in flight, by the admission that the output is from.
@@ -94,10 +93,7 @@ class SchedulerState:
         """Answer for a request from now on, wherever it is."""
         self.requests[request.key] = request
         if request.spec.deadline is not None:
-            # Of equal deadlines the older request's ends first, whatever their keys.
-            entry = (request.spec.deadline, self._num_deadlines, request.key)
-            self._num_deadlines += 1
-            heapq.heappush(self._deadlines, entry)
+            self._deadlines.push(request.key, request.spec.deadline, request.key)
 
     def preempt(self, row: int, cause: Victim | None) -> Request:
         """Put a request that left the running order back to waiting; its blocks become free.
@@ -193,6 +189,7 @@ class SchedulerState:
         request.history.finished(self.step_id, self.now, num_computed, status)
         self.ledger.keep(request.history)
         del self.requests[request.key]
+        self._deadlines.remove(request.key)
         return FinishedRequest(
             request.key, request.request_id, status, stop_token_id, request.num_preemptions
         )
@@ -208,13 +205,8 @@ class SchedulerState:
 
     def expire(self) -> tuple[FinishedRequest, ...]:
         """End every request whose deadline has passed."""
-        expired = []
-        while self._deadlines and self._deadlines[0][0] <= self.now:
-            deadline, _, key = heapq.heappop(self._deadlines)
-            request = self.requests.get(key)
-            # A key may have been used again since.
-            if request is not None and request.spec.deadline == deadline:
-                expired.append(self.end(key, RequestStatus.DEADLINE))
+        due = self._deadlines.pop_through(self.now)
+        expired = [self.end(key, RequestStatus.DEADLINE) for key in due]
         return tuple(one for one in expired if one is not None)
 
     def _free_row(self, row: int) -> None:

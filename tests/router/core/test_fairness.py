@@ -77,7 +77,7 @@ def test_accounts_of_idle_tenants_do_not_pile_up():
         shares.account(f"t-{number}").charge_prompt(5)
         shares.end_waiting(f"t-{number}")
     assert len(shares._account_by_tenant) <= 20_001
-    assert len(shares._heap) <= 20_001
+    assert len(shares._waiting._heap) <= 20_001
 
 
 TENANTS = ("a", "b", "c")

@@ -26,4 +26,5 @@ def make_core() -> Iterator[Callable[..., SchedulerCore]]:
             core.abort(key)
         core.check_invariants()
         assert core.num_free_blocks == core.config.num_gpu_blocks - 1, "blocks leaked"
+        assert not core.state._deadlines, "deadlines leaked"
         assert core.num_running == core.num_waiting == 0, "requests leaked"

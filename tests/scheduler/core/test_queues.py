@@ -57,6 +57,17 @@ def test_a_request_may_return_to_the_priority_queue_that_it_was_removed_from() -
     assert [queue.pop().key, queue.pop().key, len(queue)] == [0, 1, 0]
 
 
+def test_removed_requests_take_no_memory_while_more_urgent_ones_keep_coming() -> None:
+    queue = PriorityQueue()
+    queue.push(make(0, priority=-1))
+    request = make(1)
+    for _ in range(100_000):
+        queue.push(request)
+        queue.remove(request)
+        assert len(queue._heap._heap) < 32
+    assert ids(queue) == ["r0"]
+
+
 def test_blocked_requests_are_set_aside_and_looked_at_first_under_fcfs() -> None:
     queues = WaitingQueues("fcfs")
     queues.add(make(0))

@@ -156,6 +156,15 @@ def test_deadlines_hold_while_paused_and_die_with_their_request(make_core: MakeC
     assert [one.key for one in driver.step().expired] == [0]
 
 
+def test_deadlines_of_requests_that_ended_early_take_no_memory(make_core: MakeCore) -> None:
+    core = make_core()
+    core.add_request(new_request(0, deadline=1.0), 0.0)
+    for key in range(1, 100_000):
+        core.add_request(new_request(key, 1, deadline=3600.0), 0.0)
+        core.abort(key)
+        assert len(core.state._deadlines._heap) < 32
+
+
 @pytest.mark.parametrize(
     ("fields", "num_prompt_tokens", "message"),
     [
