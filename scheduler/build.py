@@ -10,7 +10,7 @@ from scheduler.core.plan import SchedulerConfig
 from scheduler.core.scheduler import SchedulerCore
 from scheduler.engine import Engine
 from scheduler.pool import Pool
-from scheduler.recording import Recording, path_for
+from scheduler.replay.recording import Recording, path_for
 from scheduler.switchboard import Switchboard
 from scheduler.worker import WorkerConnector, WorkerInfo, WorkerStream
 
@@ -67,9 +67,9 @@ def build_pool(
 
     def make_engine(info: WorkerInfo, stream: WorkerStream) -> Engine:
         config = core_config(info, settings)
-        core = SchedulerCore(config)
+        recording = _recording(config, info, settings, is_only_worker=len(connectors) == 1)
         return Engine(
-            core,
+            recording.recorder if recording else SchedulerCore(config),
             stream,
             as_driven(info, config),
             switchboard=switchboard,
@@ -77,7 +77,7 @@ def build_pool(
             pipeline_depth=config.pipeline_depth,
             step_timeout_s=pool_settings.step_timeout_s,
             hashes_ahead=settings.enable_prefix_caching,
-            recording=_recording(core, info, settings, is_only_worker=len(connectors) == 1),
+            recording=recording,
         )
 
     return Pool(connectors, make_engine, switchboard, pool_settings, clock=clock)
@@ -88,14 +88,18 @@ def _narrowed(limit: int, setting: int) -> int:
 
 
 def _recording(
-    core: SchedulerCore, info: WorkerInfo, settings: SchedulerSettings, *, is_only_worker: bool
+    config: SchedulerConfig,
+    info: WorkerInfo,
+    settings: SchedulerSettings,
+    *,
+    is_only_worker: bool,
 ) -> Recording | None:
     """A new recording of a worker's core, if it is to be recorded and can be."""
     if not settings.record:
         return None
     path = path_for(Path(settings.record), info.worker_id, is_only_worker=is_only_worker)
     try:
-        return Recording(core, path, max_bytes=settings.record_max_bytes)
+        return Recording(config, path, max_bytes=settings.record_max_bytes)
     except OSError as error:
         logger.warning("cannot record to %s: %s", path, error.strerror)
         return None

@@ -22,11 +22,10 @@ from scheduler.core.plan import (
     RequestStatus,
     StepPlan,
 )
-from scheduler.core.recording import Recorder
 from scheduler.core.scheduler import SchedulerCore
 from scheduler.in_flight import InFlight
 from scheduler.inbox import Cancel, Inbox, Message, Pausing
-from scheduler.recording import Recording
+from scheduler.replay.recording import Recording
 from scheduler.requests import LiveRequest, Submission
 from scheduler.switchboard import Finish, Start, StepNews, Switchboard
 from scheduler.worker import (
@@ -62,7 +61,7 @@ class Engine:
         """The engine closes the stream in the end.
 
         Args:
-            core: decides; nobody else may touch it.
+            core: decides each step; a Recorder where the run is recorded. The engine owns the core.
             stream: a new stream of the worker.
             info: what the worker is.
             switchboard: where news of requests goes.
@@ -70,12 +69,10 @@ class Engine:
             pipeline_depth: plans that may be without a result; as the core was told.
             step_timeout_s: a worker that gives no result for so long is lost.
             hashes_ahead: hash long prompts between steps, for the prefix cache.
-            recording: what the core does is written there; the engine closes it.
+            recording: where `core` records its run; the engine closes it.
         """
         self._core = core
         self._recording = recording
-        # Who decides: the core, or what stands before it and writes down.
-        self._driver: SchedulerCore | Recorder = recording.recorder if recording else core
         self._stream = stream
         self._info = info
         self._switchboard = switchboard
@@ -85,7 +82,7 @@ class Engine:
         self._step_timeout_s = step_timeout_s
 
         self._requests: dict[int, LiveRequest] = {}
-        self._inbox = Inbox(self._driver, info, switchboard, clock=clock, hashes_ahead=hashes_ahead)
+        self._inbox = Inbox(core, info, switchboard, clock=clock, hashes_ahead=hashes_ahead)
         self._results: deque[WorkerResult] = deque()
         self._in_flight: deque[InFlight] = deque()
         self._key_by_row: Int64Array = np.zeros(info.max_num_seqs, dtype=np.int64)
@@ -212,7 +209,7 @@ class Engine:
                 await self._wait()
 
     async def _plan_step(self) -> None:
-        plan = self._driver.schedule(self._clock())
+        plan = self._core.schedule(self._clock())
         self._publish_ends(plan.expired)
         for key in plan.preempted_keys:
             self._journal.preempted(self._requests[key])
@@ -267,7 +264,7 @@ class Engine:
         flight.check(result, self._info.num_spec_tokens)
         if flight.span is not None:
             flight.span.end()
-        output = self._driver.update(result.step, self._clock())
+        output = self._core.update(result.step, self._clock())
         details = flight.token_details(result, output, self._requests)
         # A request cancelled while the worker ran has been reported as ended.
         started = [start for start in flight.started if start.request.key in self._requests]
@@ -285,8 +282,6 @@ class Engine:
                     details=details,
                 )
             )
-        if self._recording is not None and self._recording.has_failed:
-            self._driver = self._inbox.driver = self._core
         self.num_steps += 1
         self._is_worth_planning = True
         self._last_progress_s = asyncio.get_running_loop().time()

@@ -9,7 +9,6 @@ from dataclasses import dataclass
 
 from scheduler import intake
 from scheduler.core.plan import FinishedRequest, NewRequest, RequestStatus
-from scheduler.core.recording import Recorder
 from scheduler.core.scheduler import SchedulerCore
 from scheduler.requests import LiveRequest
 from scheduler.switchboard import Switchboard
@@ -42,15 +41,15 @@ class Inbox:
 
     def __init__(
         self,
-        driver: SchedulerCore | Recorder,
+        core: SchedulerCore,
         info: WorkerInfo,
         switchboard: Switchboard,
         *,
         clock: Callable[[], float],
         hashes_ahead: bool,
     ) -> None:
-        """driver decides; the others are as the engine's."""
-        self.driver = driver
+        """All arguments are the engine's."""
+        self._core = core
         self._info = info
         self._switchboard = switchboard
         self._journal = switchboard.journal
@@ -115,7 +114,7 @@ class Inbox:
         """How it ended just now; None if it had ended."""
         if self._unhashed.pop(request.key, None) is not None:
             return intake.unscheduled_end(request, status)
-        return self.driver.abort(request.key, status)
+        return self._core.abort(request.key, status)
 
     def _add(self, request: LiveRequest) -> FinishedRequest | None:
         """Give it to the core; how it ended if there is nothing left to do."""
@@ -132,15 +131,15 @@ class Inbox:
         return None
 
     def _give_to_core(self, request: LiveRequest, new_request: NewRequest) -> None:
-        self.driver.add_request(new_request, self._clock())
+        self._core.add_request(new_request, self._clock())
         if request.is_paused:
             self._pause_or_continue(request)
 
     def _pause_or_continue(self, request: LiveRequest) -> None:
         """Bring the core to what is wanted; it knows no request that has ended or is not hashed."""
         if not request.is_paused:
-            self.driver.continue_request(request.key)
-        elif self.driver.pause_request(request.key):
+            self._core.continue_request(request.key)
+        elif self._core.pause_request(request.key):
             self._journal.paused(request)
             # What it held is free, whether or not there is anything else to run.
             self._switchboard.bell.ring()

@@ -9,16 +9,20 @@ import importlib
 import os
 import sys
 from collections.abc import Iterator
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import click
 
 from headrace.cli.exits import INTERRUPTED, PIPE_CLOSED
 
+if TYPE_CHECKING:
+    from importlib.metadata import EntryPoint
+
 # gRPC's own log lines would stand between an answer's; errors come back as exceptions.
 os.environ.setdefault("GRPC_VERBOSITY", "NONE")
 
 # Name -> what `headrace --help` says of it; the module is headrace.cli.<name> unless given.
+# Services add commands as entry points of the group _ENTRY_POINTS.
 _COMMANDS = {
     "demo": "Serve a small model here, ask it something, stop.",
     "serve": "Serve a model on this machine.",
@@ -30,7 +34,6 @@ _COMMANDS = {
     "models": "Models that are served.",
     "pool": "The workers and their load, once.",
     "top": "The workers and their load, again and again.",
-    "replay": "Run recorded scheduling again and compare.",
 }
 _MODULES = {
     "abort": "requests",
@@ -39,33 +42,40 @@ _MODULES = {
     "models": "pool",
     "top": "pool",
 }
+_ENTRY_POINTS = "headrace.commands"
 
 
 class _App(click.Group):
     """A group whose commands are imported when they are used."""
 
     def list_commands(self, ctx: click.Context) -> list[str]:  # noqa: ARG002 click's signature
-        return list(_COMMANDS)
+        return [*_COMMANDS, *_entry_points()]
 
     def resolve_command(
         self, ctx: click.Context, args: list[str]
     ) -> tuple[str | None, click.Command | None, list[str]]:
-        near = difflib.get_close_matches(args[0], _COMMANDS, n=1)
-        if near and near[0] != args[0]:
-            ctx.fail(f"no such command {args[0]!r}; did you mean {near[0]!r}?")
+        if args[0] not in _COMMANDS:
+            near = difflib.get_close_matches(args[0], self.list_commands(ctx), n=1)
+            if near and near[0] != args[0]:
+                ctx.fail(f"no such command {args[0]!r}; did you mean {near[0]!r}?")
         return super().resolve_command(ctx, args)
 
     def get_command(self, ctx: click.Context, cmd_name: str) -> click.Command | None:  # noqa: ARG002
-        if cmd_name not in _COMMANDS:
+        if cmd_name in _COMMANDS:
+            module = importlib.import_module(f"headrace.cli.{_MODULES.get(cmd_name, cmd_name)}")
+            command = getattr(module, cmd_name)
+        elif (entry_point := _entry_points().get(cmd_name)) is not None:
+            command = entry_point.load()
+        else:
             return None
-        module = importlib.import_module(f"headrace.cli.{_MODULES.get(cmd_name, cmd_name)}")
-        command = getattr(module, cmd_name)
         assert isinstance(command, click.Command), f"{cmd_name} is a click command"
         return command
 
     def format_commands(self, ctx: click.Context, formatter: click.HelpFormatter) -> None:  # noqa: ARG002
+        loaded = {name: entry_point.load() for name, entry_point in _entry_points().items()}
+        added = {name: command.get_short_help_str() for name, command in loaded.items()}
         with formatter.section("Commands"):
-            formatter.write_dl(list(_COMMANDS.items()))
+            formatter.write_dl(list((_COMMANDS | added).items()))
 
     def make_context(self, *args: Any, **extra: Any) -> click.Context:
         with _our_exits():
@@ -74,6 +84,13 @@ class _App(click.Group):
     def invoke(self, ctx: click.Context) -> Any:
         with _our_exits():
             return super().invoke(ctx)
+
+
+def _entry_points() -> "dict[str, EntryPoint]":
+    """Commands that services add, by name. Their modules must be quick to import: help does."""
+    from importlib import metadata
+
+    return {point.name: point for point in metadata.entry_points(group=_ENTRY_POINTS)}
 
 
 @contextlib.contextmanager

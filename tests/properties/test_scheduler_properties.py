@@ -17,10 +17,9 @@ from scheduler.core.plan import (
     StepPlan,
     StepResult,
 )
-from scheduler.core.recording import Recorder
-from scheduler.core.replay import first_difference
-from scheduler.core.scheduler import SchedulerCore
-from scheduler.core.trace import Record, assemble
+from scheduler.replay.recorder import Recorder
+from scheduler.replay.replay import first_difference
+from scheduler.replay.trace import Record, assemble
 
 EOS = 2
 MAX_MODEL_LEN = 48
@@ -88,11 +87,11 @@ class SchedulerMachine(RuleBasedStateMachine):
         # The first core's records, in files that each begin where the one before ended.
         self.files: list[list[Record]] = []
         self.cores = (
-            Recorder(SchedulerCore(config, max_walked_rows=0), self._record),
-            Recorder(SchedulerCore(config, max_walked_rows=10**6), self.records[1].append),
+            Recorder(config, self._record, max_walked_rows=0),
+            Recorder(config, self.records[1].append, max_walked_rows=10**6),
         )
         self.begin_file()
-        self.by_columns = self.cores[0].core
+        self.by_columns = self.cores[0]
         self.num_added = 0
         self.unblocked: dict[int, bool] = {}
         self.flights: deque[tuple[StepPlan, Any]] = deque()

@@ -7,8 +7,8 @@ import pytest
 
 from headrace.v1 import common_pb2, scheduler_pb2
 from scheduler.config import SchedulerSettings
-from scheduler.core.replay import first_difference
-from scheduler.core.trace import assemble
+from scheduler.replay.replay import first_difference
+from scheduler.replay.trace import assemble
 from tests.scheduler.fake_gpuworker import FakeGpuWorker, expected_tokens
 from tests.scheduler.harness import router_to, running_scheduler, until
 

@@ -1,5 +1,6 @@
 """The command itself: help, usage, exit codes."""
 
+import re
 import subprocess
 import sys
 import time
@@ -18,10 +19,11 @@ def test_help_lists_every_command_with_a_line(headrace):
     for name, line in _COMMANDS.items():
         assert name in result.output
         assert line in result.output
+    assert re.search(r"^ +replay +Replay recorded runs", result.output, re.MULTILINE)
     assert "Exit codes" in result.output
 
 
-@pytest.mark.parametrize("name", _COMMANDS)
+@pytest.mark.parametrize("name", [*_COMMANDS, "replay"])
 def test_every_command_has_help_and_its_name(headrace, name):
     result = headrace(name, "--help")
     assert result.exit_code == 0, result.output
@@ -43,6 +45,7 @@ def test_an_unknown_command_or_option_is_wrong_usage(headrace):
 
 def test_a_mistyped_command_is_guessed(headrace):
     assert "did you mean 'generate'?" in headrace("genrate", "hi").stderr
+    assert "did you mean 'replay'?" in headrace("repaly", "file").stderr
 
 
 @pytest.mark.parametrize("server", ["localhost", "localhost:99999", "localhost:http", "a:0"])

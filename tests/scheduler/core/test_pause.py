@@ -1,16 +1,11 @@
 """Requests whose clients do not read: set aside without blocks, and brought back."""
 
-import json
 from collections.abc import Callable
 
 import pytest
 
 from scheduler.core.plan import RequestStatus, WaitReason
-from scheduler.core.recording import Recorder
-from scheduler.core.replay import first_difference
 from scheduler.core.scheduler import SchedulerCore
-from scheduler.core.trace import Record, assemble
-from scheduler.core.what_if import recorded_outcome, settings, try_settings
 from tests.scheduler.core.building import Driver, new_request
 
 MakeCore = Callable[..., SchedulerCore]
@@ -225,49 +220,3 @@ def test_the_explanation_says_that_its_client_did_not_read(make_core: MakeCore) 
     ]
     assert explanation.steps_waited_by_cause == {WaitReason.CLIENT: 3}
     assert (explanation.num_preemptions, explanation.num_recomputed_tokens) == (0, 21)
-
-
-def recorded_run(core: SchedulerCore, records_a_file: int) -> list[Record]:
-    """Requests that are paused and go on, in files that each begin where the one before ended."""
-    files: list[list[Record]] = []
-
-    def emit(record: Record) -> None:
-        files[-1].append(record)
-        if len(files[-1]) > records_a_file:
-            files.append([recorder.header("next")])
-
-    recorder = Recorder(core, emit)
-    files.append([recorder.header("first")])
-    driver = Driver(core)
-    driver.core = recorder  # type: ignore[assignment]
-    driver.add(*(new_request(key, 20 + key, max_tokens=8) for key in range(4)))
-    for number in range(40):
-        plan = driver.schedule()
-        if number % 3 == 0:
-            recorder.pause_request(number % 4)
-        driver.update(plan)
-        if number % 4 == 0:
-            recorder.continue_request((number + 1) % 4)
-    for key in range(4):
-        recorder.continue_request(key)
-    driver.run()
-    recorder.end_step()
-    return [assemble(json.loads(json.dumps(file))) for file in files]
-
-
-def test_a_recording_with_pauses_replays_from_wherever_it_begins(make_core: MakeCore) -> None:
-    traces = recorded_run(make_core(), records_a_file=4)
-    assert len(traces) > 5
-    assert any(trace.get("start", {}).get("state", {}).get("paused") for trace in traces)
-    assert [first_difference(trace) for trace in traces] == [None] * len(traces)
-    # The comparison looks at who is paused.
-    step = next(step for trace in traces for step in trace["steps"] if "paused" in step["state"])
-    del step["state"]["paused"]
-    assert any(first_difference(trace) is not None for trace in traces)
-
-
-def test_other_settings_are_tried_with_the_recordings_pauses(make_core: MakeCore) -> None:
-    for trace in recorded_run(make_core(), records_a_file=20):
-        tried, recorded = try_settings(trace, settings(trace)), recorded_outcome(trace)
-        assert tried.num_output_tokens >= recorded.num_output_tokens
-        assert tried.num_finished >= recorded.num_finished

@@ -14,7 +14,7 @@ import numpy as np
 
 from scheduler.core.plan import Pause, SchedulerConfig, StepPlan, StepResult
 from scheduler.core.scheduler import SchedulerCore
-from scheduler.core.trace import Record, trace_config, trace_request
+from scheduler.replay.trace import Record, trace_config, trace_request
 
 # A run that needs so many times the recording's steps does not come to an end.
 MAX_STEPS_FACTOR = 50

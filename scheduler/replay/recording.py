@@ -9,8 +9,8 @@ import logging
 from pathlib import Path
 from typing import Any, TextIO
 
-from scheduler.core.recording import Recorder
-from scheduler.core.scheduler import SchedulerCore
+from scheduler.core.plan import SchedulerConfig
+from scheduler.replay.recorder import Recorder
 
 logger = logging.getLogger(__name__)
 
@@ -20,13 +20,13 @@ _NUM_OLD_FILES = 3
 
 
 class Recording:
-    """One engine's recording; `recorder` is driven in place of the core until it has failed."""
+    """One engine's recording; `recorder` is the core that the engine drives."""
 
-    def __init__(self, core: SchedulerCore, path: Path, *, max_bytes: int) -> None:
+    def __init__(self, config: SchedulerConfig, path: Path, *, max_bytes: int) -> None:
         """Moves an older file to PATH.1, that one to PATH.2 and so on; the oldest is dropped.
 
         Args:
-            core: what is recorded, from its first step on.
+            config: the core's settings.
             path: the newest file.
             max_bytes: a file with as much is followed by the next.
 
@@ -38,7 +38,7 @@ class Recording:
         self._max_bytes = max_bytes
         self._num_bytes = 0
         self._file = _fresh(path)
-        self.recorder = Recorder(core, self._take, max_crc_blocks=_MAX_CRC_BLOCKS)
+        self.recorder = Recorder(config, self._take, max_crc_blocks=_MAX_CRC_BLOCKS)
         self._write(self.recorder.header(path.stem))
 
     def close(self) -> None:

@@ -16,7 +16,7 @@ from scheduler.core.plan import NewRequest, Pause, PrefixCacheStats, RequestStat
 from scheduler.core.request import NO_ROW, Request
 from scheduler.core.request_table import NOBODY
 from scheduler.core.state import Flight, SchedulerState
-from scheduler.core.trace import Record
+from scheduler.replay.trace import Record
 
 _STATUS_LETTERS = {
     RequestStatus.WAITING: "W",

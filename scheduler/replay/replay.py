@@ -11,16 +11,15 @@ from typing import Any
 
 import numpy as np
 
-from scheduler.core import snapshot
 from scheduler.core.plan import (
     Int32Array,
     Pause,
     StepResult,
 )
-from scheduler.core.recording import Recorder
-from scheduler.core.scheduler import SchedulerCore
 from scheduler.core.state import MAX_WALKED_ROWS
-from scheduler.core.trace import Record, trace_config, trace_request
+from scheduler.replay import snapshot
+from scheduler.replay.recorder import Recorder
+from scheduler.replay.trace import Record, trace_config, trace_request
 
 # Compared in this order, which is that of the decisions.
 _SCHED_FIELDS = (
@@ -61,9 +60,10 @@ class Replay:
 
     def __init__(self, trace: Record, *, max_walked_rows: int = MAX_WALKED_ROWS) -> None:
         self.trace = trace
-        self.core = SchedulerCore(trace_config(trace), max_walked_rows=max_walked_rows)
         self._records: list[Record] = []
-        self._recorder = Recorder(self.core, self._records.append)
+        self.core = Recorder(
+            trace_config(trace), self._records.append, max_walked_rows=max_walked_rows
+        )
         self._keys: dict[str, int] = {}
         # Of each step without a result: its id, and its requests' names and rows.
         self._flights: dict[int, tuple[int, list[str], list[int]]] = {}
@@ -77,12 +77,12 @@ class Replay:
             if "sched" in expected:
                 self._schedule(expected)
             for name in expected.get("abort_mid", ()):
-                self._recorder.abort(self._keys[name])
+                self.core.abort(self._keys[name])
             if "update" in expected:
                 self._update(expected["update"])
             if "drafts" in expected:
                 self._drafts(expected["drafts"])
-            self._recorder.end_step()
+            self.core.end_step()
             yield expected, self._records.pop()
 
     def _start(self, start: Record) -> None:
@@ -91,7 +91,7 @@ class Replay:
         self._keys = {name: key for key, name in enumerate(names)}
         specs = {name: trace_request(self.trace, name, key) for name, key in self._keys.items()}
         snapshot.restore(self.core.state, start["state"], specs)
-        self._recorder.resume(start, self._keys)
+        self.core.resume(start, self._keys)
         flights = zip(start["flights"], self.core.state.flights, strict=True)
         for (number, names), flight in flights:
             self._flights[number] = (flight.step_id, names, flight.rows.tolist())
@@ -99,24 +99,24 @@ class Replay:
     def _inputs(self, step: Record) -> None:
         for control in step.get("ctl", ()):
             if control[0] == "pause":
-                self._recorder.set_pause(Pause(control[1]))
+                self.core.set_pause(Pause(control[1]))
             else:
-                self._recorder.reset_prefix_cache(reset_running=control[1])
+                self.core.reset_prefix_cache(reset_running=control[1])
         for name in step.get("add", ()):
             key = self._keys[name] = len(self._keys)
-            self._recorder.add_request(trace_request(self.trace, name, key), step.get("now", 0.0))
+            self.core.add_request(trace_request(self.trace, name, key), step.get("now", 0.0))
         for name in step.get("ready", ()):
-            self._recorder.mark_ready(name)
+            self.core.mark_ready(name)
         for action, name in step.get("client", ()):
             if action == "pause":
-                self._recorder.pause_request(self._keys[name])
+                self.core.pause_request(self._keys[name])
             else:
-                self._recorder.continue_request(self._keys[name])
+                self.core.continue_request(self._keys[name])
         for name in step.get("abort", ()):
-            self._recorder.abort(self._keys[name])
+            self.core.abort(self._keys[name])
 
     def _schedule(self, step: Record) -> None:
-        plan = self._recorder.schedule(
+        plan = self.core.schedule(
             step.get("now", 0.0), throttle_prefills=step.get("throttle", False)
         )
         rows = plan.rows.tolist()
@@ -127,7 +127,7 @@ class Replay:
         step_id, names, rows = self._flights.pop(update["of"])
         sampled = [update["sampled"].get(name, []) for name in names]
         failed = update.get("failed", ())
-        self._recorder.update(
+        self.core.update(
             StepResult(
                 step_id=step_id,
                 num_sampled_tokens=_int32([len(tokens) for tokens in sampled]),
@@ -140,7 +140,7 @@ class Replay:
     def _drafts(self, drafts: dict[str, list[int]]) -> None:
         # Those that ended before a recording began are unknown to it.
         drafts = {name: tokens for name, tokens in drafts.items() if name in self._keys}
-        self._recorder.update_drafts(
+        self.core.update_drafts(
             [self._keys[name] for name in drafts],
             _int32([len(tokens) for tokens in drafts.values()]),
             _int32([token for tokens in drafts.values() for token in tokens]),

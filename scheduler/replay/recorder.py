@@ -1,7 +1,7 @@
-"""Writes down a run: what went into a core and what it decided, as records of the trace format.
+"""Records a run: what went into a core and what the core decided, in the trace format.
 
-A Recorder stands in front of a SchedulerCore and has its methods. The records are plain data; where
-they go (a file, a comparison) is the owner's business.
+A Recorder is a SchedulerCore whose input methods also write a record. The records are plain data;
+where they go (a file, a comparison) is the caller's business.
 """
 
 from collections.abc import Callable
@@ -10,8 +10,6 @@ from typing import Any
 
 import numpy as np
 
-from scheduler.core import snapshot
-from scheduler.core.explain import Explanation
 from scheduler.core.plan import (
     FinishedRequest,
     Int32Array,
@@ -25,8 +23,9 @@ from scheduler.core.plan import (
     StepResult,
 )
 from scheduler.core.scheduler import SchedulerCore
-from scheduler.core.state import SchedulerState
-from scheduler.core.trace import Record, header, request_record
+from scheduler.core.state import MAX_WALKED_ROWS
+from scheduler.replay import snapshot
+from scheduler.replay.trace import Record, header, request_record
 
 _FINISH_NAMES = {
     RequestStatus.STOPPED: "stop",
@@ -54,19 +53,25 @@ class _Phase(IntEnum):
 _ONCE = frozenset({_Phase.SCHEDULE, _Phase.UPDATE, _Phase.DRAFTS})
 
 
-class Recorder:
-    """A SchedulerCore that writes down what happens to it.
+class Recorder(SchedulerCore):
+    """A SchedulerCore that records its inputs and decisions.
 
     Args:
-        core: what it drives; nobody else may.
+        config: the core's settings.
         emit: takes each step's record when the step is over.
         max_crc_blocks: free lists longer than this are not digested into each record.
+        max_walked_rows: as SchedulerCore's.
     """
 
     def __init__(
-        self, core: SchedulerCore, emit: Callable[[Record], None], *, max_crc_blocks: int = 1 << 30
+        self,
+        config: SchedulerConfig,
+        emit: Callable[[Record], None],
+        *,
+        max_crc_blocks: int = 1 << 30,
+        max_walked_rows: int = MAX_WALKED_ROWS,
     ) -> None:
-        self.core = core
+        super().__init__(config, max_walked_rows=max_walked_rows)
         self._emit = emit
         self._max_crc_blocks = max_crc_blocks
         self._step: Record = {}
@@ -74,64 +79,13 @@ class Recorder:
         self._num_steps = 0
         self._name_by_key: dict[int, str] = {}
         self._names: set[str] = set()
-        self._new_requests: Record = {}
         # Of each step without a result: its number here, and its requests' names and rows.
         self._flights: dict[int, tuple[int, list[str], list[int]]] = {}
         self._finished: list[str] = []
         # Cached tokens of each request's first admission; -1 once they have been told.
         self._first_cached: dict[str, int] = {}
 
-    # What follows has the signatures of SchedulerCore.
-
-    @property
-    def config(self) -> SchedulerConfig:
-        """As SchedulerCore's."""
-        return self.core.config
-
-    @property
-    def state(self) -> SchedulerState:
-        """As SchedulerCore's."""
-        return self.core.state
-
-    @property
-    def num_running(self) -> int:
-        """As SchedulerCore's."""
-        return self.core.num_running
-
-    @property
-    def num_waiting(self) -> int:
-        """As SchedulerCore's."""
-        return self.core.num_waiting
-
-    @property
-    def num_paused(self) -> int:
-        """As SchedulerCore's."""
-        return self.core.num_paused
-
-    @property
-    def num_free_blocks(self) -> int:
-        """As SchedulerCore's."""
-        return self.core.num_free_blocks
-
-    @property
-    def has_unfinished(self) -> bool:
-        """As SchedulerCore's."""
-        return self.core.has_unfinished
-
-    def refusal(self, num_prompt_tokens: int, max_tokens: int) -> str | None:
-        """As SchedulerCore.refusal."""
-        return self.core.refusal(num_prompt_tokens, max_tokens)
-
-    def explain(self, request_id: str) -> Explanation | None:
-        """As SchedulerCore.explain."""
-        return self.core.explain(request_id)
-
-    def check_invariants(self) -> None:
-        """As SchedulerCore.check_invariants."""
-        self.core.check_invariants()
-
     def add_request(self, request: NewRequest, now: float) -> None:
-        """As SchedulerCore.add_request."""
         self._enter(_Phase.ADD)
         name = request.request_id
         if name in self._names:
@@ -140,49 +94,43 @@ class Recorder:
         self._name_by_key[request.key] = name
         self._step.setdefault("add", []).append(name)
         self._step.setdefault("requests", {})[name] = request_record(request, self._num_steps)
-        self.core.add_request(request, now)
+        super().add_request(request, now)
 
     def mark_ready(self, request_id: str) -> None:
-        """As SchedulerCore.mark_ready."""
         self._enter(_Phase.READY)
         self._step.setdefault("ready", []).append(request_id)
-        self.core.mark_ready(request_id)
+        super().mark_ready(request_id)
 
     def pause_request(self, key: int) -> bool:
-        """As SchedulerCore.pause_request."""
         self._note_client("pause", key)
-        return self.core.pause_request(key)
+        return super().pause_request(key)
 
     def continue_request(self, key: int) -> None:
-        """As SchedulerCore.continue_request."""
         self._note_client("continue", key)
-        self.core.continue_request(key)
+        super().continue_request(key)
 
     def abort(
         self, key: int, status: RequestStatus = RequestStatus.ABORTED
     ) -> FinishedRequest | None:
-        """As SchedulerCore.abort."""
-        if key not in self.core.state.requests:
+        if key not in self.state.requests:
             return None
         is_mid = self._phase in {_Phase.SCHEDULE, _Phase.ABORT_MID}
         self._enter(_Phase.ABORT_MID if is_mid else _Phase.ABORT)
         name = self._name_by_key[key]
         self._step.setdefault("abort_mid" if is_mid else "abort", []).append(name)
-        finished = self.core.abort(key, status)
+        finished = super().abort(key, status)
         assert finished is not None, f"{name} is unfinished"
         self._note_finished((finished,))
         return finished
 
     def set_pause(self, pause: Pause) -> None:
-        """As SchedulerCore.set_pause."""
         self._enter(_Phase.CONTROL)
         self._step.setdefault("ctl", []).append(["pause", pause.value])
-        self.core.set_pause(pause)
+        super().set_pause(pause)
 
     def reset_prefix_cache(self, *, reset_running: bool) -> ResetOutcome:
-        """As SchedulerCore.reset_prefix_cache."""
         self._enter(_Phase.CONTROL)
-        outcome = self.core.reset_prefix_cache(reset_running=reset_running)
+        outcome = super().reset_prefix_cache(reset_running=reset_running)
         names = [self._name_by_key[key] for key in outcome.preempted_keys]
         self._step.setdefault("ctl", []).append(
             ["reset_prefix_cache", reset_running, outcome.is_reset, names]
@@ -190,35 +138,33 @@ class Recorder:
         return outcome
 
     def schedule(self, now: float, *, throttle_prefills: bool = False) -> StepPlan:
-        """As SchedulerCore.schedule."""
         self._enter(_Phase.SCHEDULE)
         if throttle_prefills:
             self._step["throttle"] = True
         if now:
             self._step["now"] = now
-        plan = self.core.schedule(now, throttle_prefills=throttle_prefills)
+        plan = super().schedule(now, throttle_prefills=throttle_prefills)
         self._note_finished(plan.expired)
         self._step["sched"] = self._plan_record(plan)
         return plan
 
     def update(self, result: StepResult, now: float) -> StepOutput:
-        """As SchedulerCore.update."""
         if result.step_id not in self._flights:
             # Of an empty step, whose plan is in the file before.
-            return self.core.update(result, now)
+            return super().update(result, now)
         self._enter(_Phase.UPDATE)
         number, names, rows = self._flights[result.step_id]
         # An empty step before it may have stayed without a result.
         self._flights = {i: flight for i, flight in self._flights.items() if i > result.step_id}
         sampled = _split(names, result.num_sampled_tokens, result.token_ids)
-        output = self.core.update(result, now)
+        output = super().update(result, now)
         record: Record = {
             "of": number,
             "sampled": {name: tokens for name, tokens in sampled.items() if tokens},
             "out": self._output_record(output),
         }
         self._step["update"] = record
-        stats = self.core.take_prefix_cache_stats()
+        stats = self.take_prefix_cache_stats()
         counts = [getattr(stats, field) for field in stats.__slots__]
         if any(counts):
             record["pc"] = counts
@@ -233,11 +179,10 @@ class Recorder:
     def update_drafts(
         self, keys: list[int], num_drafts: Int32Array, draft_token_ids: Int32Array
     ) -> None:
-        """As SchedulerCore.update_drafts."""
         self._enter(_Phase.DRAFTS)
         names = [self._name_by_key[key] for key in keys]
         self._step["drafts"] = _split(names, num_drafts, draft_token_ids)
-        self.core.update_drafts(keys, num_drafts, draft_token_ids)
+        super().update_drafts(keys, num_drafts, draft_token_ids)
 
     def header(self, name: str) -> Record:
         """The first record of a recording that begins here.
@@ -246,20 +191,20 @@ class Recorder:
         record, may ask for it to begin a new file: each file replays by itself.
         """
         self.end_step()
-        record = header(self.core.config, name)
+        record = header(self.config, name)
         if not self._num_steps:
             return record
-        self._name_by_key = {key: self._name_by_key[key] for key in self.core.state.requests}
+        self._name_by_key = {key: self._name_by_key[key] for key in self.state.requests}
         self._names = set(self._name_by_key.values())
-        flights = self.core.state.flights
+        flights = self.state.flights
         self._flights = {flight.step_id: self._flights[flight.step_id] for flight in flights}
-        live = self.core.state.requests.items()
+        live = self.state.requests.items()
         record["requests"] = {
             self._name_by_key[key]: request_record(request.spec, 0) for key, request in live
         }
         record["start"] = {
             "step": self._num_steps,
-            "state": snapshot.take(self.core.state, self._name_by_key),
+            "state": snapshot.take(self.state, self._name_by_key),
             "finished_ids": list(self._finished),
             "first_cached": {
                 name: cached for name, cached in self._first_cached.items() if name in self._names
@@ -275,7 +220,7 @@ class Recorder:
         self._names = set(key_by_name)
         self._finished = list(start["finished_ids"])
         self._first_cached = dict(start["first_cached"])
-        for (number, names), flight in zip(start["flights"], self.core.state.flights, strict=True):
+        for (number, names), flight in zip(start["flights"], self.state.flights, strict=True):
             self._flights[flight.step_id] = (number, names, flight.rows.tolist())
 
     def end_step(self) -> None:
@@ -283,7 +228,7 @@ class Recorder:
         if self._phase is _Phase.NONE:
             return
         self._step["state"] = snapshot.state_record(
-            self.core.state, self._name_by_key, max_crc_blocks=self._max_crc_blocks
+            self.state, self._name_by_key, max_crc_blocks=self._max_crc_blocks
         )
         step = {"i": self._num_steps, **self._step}
         self._num_steps += 1
@@ -297,7 +242,7 @@ class Recorder:
         self._phase = phase
 
     def _note_client(self, action: str, key: int) -> None:
-        if key in self.core.state.requests:
+        if key in self.state.requests:
             self._enter(_Phase.CLIENT)
             self._step.setdefault("client", []).append([action, self._name_by_key[key]])
 
@@ -305,7 +250,7 @@ class Recorder:
         self._finished += [self._name_by_key[one.key] for one in finished]
 
     def _plan_record(self, plan: StepPlan) -> Record:
-        requests = self.core.state.table.requests
+        requests = self.state.table.requests
         names = []
         for row in plan.rows.tolist():
             request = requests[row]
@@ -346,10 +291,10 @@ class Recorder:
             blocks.setdefault(name_by_row[row], []).append(block_id)
         if blocks:
             record["blocks"] = blocks
-        common_prefix = self.core.state.kv.num_common_prefix_blocks()
+        common_prefix = self.state.kv.num_common_prefix_blocks()
         if common_prefix:
             record["common_prefix"] = common_prefix
-        record["free"] = self.core.num_free_blocks
+        record["free"] = self.num_free_blocks
         return record
 
     def _output_record(self, output: StepOutput) -> list[Record]:

@@ -2,12 +2,11 @@ from typing import Any
 
 import pytest
 
-from scheduler.core.recording import Recorder
-from scheduler.core.scheduler import SchedulerCore
-from scheduler.core.trace import assemble
-from scheduler.core.what_if import changed, recorded_outcome, settings, try_settings
+from scheduler.replay.recorder import Recorder
+from scheduler.replay.trace import assemble
+from scheduler.replay.what_if import changed, recorded_outcome, settings, try_settings
 from tests.scheduler.core.building import Driver, new_request, scheduler_config
-from tests.scheduler.core.test_replay import TRACE_BY_NAME
+from tests.scheduler.replay.test_replay import TRACE_BY_NAME
 
 
 @pytest.mark.parametrize("name", ["t01_continuous_0", "t24_priority_0", "t61_async_0"])
@@ -38,11 +37,9 @@ def test_priority_serves_the_urgent_first() -> None:
 
 
 def test_a_recording_that_begins_in_the_middle_can_be_tried() -> None:
-    core = SchedulerCore(scheduler_config())
     records: list[dict[str, Any]] = []
-    recorder = Recorder(core, records.append)
-    driver = Driver(core)
-    driver.core = recorder  # type: ignore[assignment]
+    recorder = Recorder(scheduler_config(), records.append)
+    driver = Driver(recorder)
     driver.add(new_request(0, 40, max_tokens=9), new_request(1, 20, max_tokens=9))
     driver.steps(4)
     head = recorder.header("second")

@@ -5,10 +5,10 @@ from pathlib import Path
 
 import pytest
 
-from headrace.cli.replay import read_traces
 from scheduler.config import SchedulerSettings
-from scheduler.core.replay import first_difference
-from scheduler.recording import path_for
+from scheduler.replay.reader import read_traces
+from scheduler.replay.recording import path_for
+from scheduler.replay.replay import first_difference
 from tests.scheduler.fake_gpuworker import FakeGpuWorker, expected_tokens
 from tests.scheduler.harness import router_to, running_scheduler
 

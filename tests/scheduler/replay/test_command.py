@@ -5,8 +5,8 @@ from pathlib import Path
 import pytest
 from click.testing import CliRunner
 
-from headrace.cli.replay import replay
-from tests.scheduler.core.test_replay import TRACE_BY_NAME
+from scheduler.replay.command import replay
+from tests.scheduler.replay.test_replay import TRACE_BY_NAME
 
 
 def write_trace(folder: Path, name: str, **changes: object) -> Path:

@@ -1,0 +1,41 @@
+"""`headrace replay`: recorded runs against today's scheduling core, or under other settings."""
+
+import sys
+from pathlib import Path
+
+import click
+
+
+@click.command()
+@click.argument(
+    "traces",
+    nargs=-1,
+    required=True,
+    metavar="TRACE...",
+    type=click.Path(exists=True, dir_okay=False, path_type=Path),
+)
+@click.option(
+    "--set",
+    "changes",
+    multiple=True,
+    metavar="SETTING=VALUE",
+    help="Show what another setting would have done, e.g. policy=priority. Repeatable.",
+)
+def replay(traces: tuple[Path, ...], changes: tuple[str, ...]) -> None:
+    """Replay recorded runs of the scheduler.
+
+    Feeds each TRACE (a JSON trace or a file that `--record` wrote, also .gz and .xz, or a tar
+    archive of traces) to the scheduling core and compares every step. Prints the first difference;
+    exits with 0 only if all match. With --set, nothing is compared: the run is tried under other
+    settings.
+    """
+    # Imported here, so that `headrace --help` does not wait for numpy.
+    from scheduler.replay import report
+
+    try:
+        if changes:
+            report.try_changes(traces, changes)
+        elif not report.compare(traces):
+            sys.exit(1)
+    except ValueError as error:
+        raise click.ClickException(str(error)) from error

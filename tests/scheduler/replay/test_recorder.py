@@ -1,0 +1,138 @@
+"""What a core is given and decides is recorded so that it replays, wherever a file begins."""
+
+import json
+from collections.abc import Callable
+from typing import Any
+
+import pytest
+
+from scheduler.replay.recorder import Recorder
+from scheduler.replay.replay import first_difference
+from scheduler.replay.trace import Record, assemble, header
+from scheduler.replay.what_if import recorded_outcome, settings, try_settings
+from tests.scheduler.core.building import Driver, new_request, scheduler_config
+
+
+def record_run(act: Callable[[Recorder, Driver], None], **fields: Any) -> dict[str, Any]:
+    config = scheduler_config(**fields)
+    records = [header(config, "recorded")]
+    recorder = Recorder(config, records.append)
+    act(recorder, Driver(recorder))
+    recorder.end_step()
+    return assemble(json.loads(json.dumps(records)))
+
+
+def test_a_recording_replays() -> None:
+    def act(recorder: Recorder, driver: Driver) -> None:
+        driver.add(new_request(1, 100), new_request(2, 40, needs_grammar=True))
+        driver.steps(2)
+        driver.add(new_request(3, 30, deadline=5.0))
+        recorder.mark_ready("r2")
+        driver.steps(3)
+        recorder.abort(1)
+        driver.now = 6.0
+        plan = driver.schedule()
+        assert [one.key for one in plan.expired] == [3]
+        recorder.abort(2)
+        driver.update(plan)
+
+    trace = record_run(act)
+    assert len(trace["steps"]) == 6
+    assert first_difference(trace) is None
+
+
+def test_inputs_in_an_unusual_order_are_recorded_apart() -> None:
+    def act(recorder: Recorder, driver: Driver) -> None:
+        driver.add(new_request(1))
+        recorder.abort(1)
+        driver.add(new_request(2))
+        recorder.reset_prefix_cache(reset_running=True)
+        driver.run()
+
+    trace = record_run(act)
+    assert ["sched" in step for step in trace["steps"]][:3] == [False, False, True]
+    assert first_difference(trace) is None
+
+
+def test_a_second_request_of_the_same_id_is_recorded_under_a_name_of_its_own() -> None:
+    def act(recorder: Recorder, driver: Driver) -> None:
+        driver.add(new_request(1, request_id="same"))
+        driver.run()
+        driver.add(new_request(2, request_id="same"))
+        driver.run()
+
+    trace = record_run(act)
+    assert set(trace["requests"]) == {"same", "same~2"}
+    assert first_difference(trace) is None
+
+
+@pytest.mark.parametrize("pipeline_depth", [1, 2])
+def test_a_recording_may_begin_in_the_middle_of_a_run(pipeline_depth: int) -> None:
+    """Each file of a rotating recording replays by itself: it holds the state to begin from."""
+    config = scheduler_config(num_gpu_blocks=9, pipeline_depth=pipeline_depth)
+    files: list[list[dict[str, Any]]] = []
+
+    def emit(record: dict[str, Any]) -> None:
+        files[-1].append(record)
+        if len(files[-1]) > 4:
+            files.append([recorder.header("next")])
+
+    recorder = Recorder(config, emit)
+    files.append([recorder.header("first")])
+    driver = Driver(recorder)
+    driver.add(*(new_request(key, 20 + key, max_tokens=20) for key in range(6)))
+    flights = []
+    while recorder.has_unfinished:
+        flights.append(driver.schedule())
+        if len(flights) == pipeline_depth:
+            driver.update(flights.pop(0))
+    recorder.end_step()
+    assert len(files) > 5
+    assert any(step["sched"].get("preempted") for file in files for step in file[1:])
+    for file in files:
+        assert first_difference(assemble(json.loads(json.dumps(file)))) is None
+
+
+def run_with_pauses(records_a_file: int) -> list[Record]:
+    """Requests that are paused and go on, in files that each begin where the one before ended."""
+    files: list[list[Record]] = []
+
+    def emit(record: Record) -> None:
+        files[-1].append(record)
+        if len(files[-1]) > records_a_file:
+            files.append([recorder.header("next")])
+
+    recorder = Recorder(scheduler_config(), emit)
+    files.append([recorder.header("first")])
+    driver = Driver(recorder)
+    driver.add(*(new_request(key, 20 + key, max_tokens=8) for key in range(4)))
+    for number in range(40):
+        plan = driver.schedule()
+        if number % 3 == 0:
+            recorder.pause_request(number % 4)
+        driver.update(plan)
+        if number % 4 == 0:
+            recorder.continue_request((number + 1) % 4)
+    for key in range(4):
+        recorder.continue_request(key)
+    driver.run()
+    recorder.end_step()
+    return [assemble(json.loads(json.dumps(file))) for file in files]
+
+
+def test_a_recording_with_pauses_replays_from_wherever_it_begins() -> None:
+    traces = run_with_pauses(records_a_file=4)
+    assert len(traces) > 5
+    assert any(trace.get("start", {}).get("state", {}).get("paused") for trace in traces)
+    assert [first_difference(trace) for trace in traces] == [None] * len(traces)
+    # The comparison looks at who is paused.
+    step = next(step for trace in traces for step in trace["steps"] if "paused" in step["state"])
+    del step["state"]["paused"]
+    assert any(first_difference(trace) is not None for trace in traces)
+
+
+def test_other_settings_are_tried_with_the_recordings_pauses() -> None:
+    for trace in run_with_pauses(records_a_file=20):
+        tried, recorded = try_settings(trace, settings(trace)), recorded_outcome(trace)
+        assert tried.num_output_tokens >= recorded.num_output_tokens
+        assert tried.num_finished >= recorded.num_finished
