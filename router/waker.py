@@ -57,12 +57,15 @@ class Waker:
         self._go_on()
 
     def _go_on(self) -> None:
-        for _ in range(min(self._batch, len(self._round))):
-            sleeper = self._round.popleft()
-            sleeper.last_round = self._round_number
-            sleeper.deliver()
-        # Those just woken write before whatever we schedule now.
-        asyncio.get_running_loop().call_soon(self._go_on if self._round else self._end)
+        try:
+            for _ in range(min(self._batch, len(self._round))):
+                sleeper = self._round.popleft()
+                sleeper.last_round = self._round_number
+                sleeper.deliver()
+        finally:
+            # Scheduled last, so that the streams just woken write first; and scheduled even if
+            # `deliver` raised, because no stream is woken again once the rounds stop.
+            asyncio.get_running_loop().call_soon(self._go_on if self._round else self._end)
 
     def _end(self) -> None:
         loop = asyncio.get_running_loop()

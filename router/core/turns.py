@@ -29,20 +29,23 @@ def turns(
     """
     closed: set[WorkerKey] = set()
     num_passed_over = 0
-    while (item := line.peek()) is not None:
-        need = need_of(item)
-        worker = pool.choose(need, now, closed)
-        if worker is not None:
-            yield item, need, worker
-            continue
-        holders = pool.holders(need, now)
-        num_ready = len(pool.ready(need.model, now))
-        if num_ready and not holders:
-            yield item, need, None
-            continue
-        closed |= holders
-        num_passed_over += 1
-        if len(closed) == num_ready or num_passed_over > MAX_PASSED_OVER:
-            break
-        line.pass_over()
-    line.put_back()
+    try:
+        while (item := line.peek()) is not None:
+            need = need_of(item)
+            worker = pool.choose(need, now, closed)
+            if worker is not None:
+                yield item, need, worker
+                continue
+            holders = pool.holders(need, now)
+            num_ready = len(pool.ready(need.model, now))
+            if num_ready and not holders:
+                yield item, need, None
+                continue
+            closed |= holders
+            num_passed_over += 1
+            if len(closed) == num_ready or num_passed_over > MAX_PASSED_OVER:
+                break
+            line.pass_over()
+    finally:
+        # Also when the caller's own work on a request raised: the queue must not lose the others.
+        line.put_back()

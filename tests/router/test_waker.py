@@ -42,7 +42,7 @@ class Stream:
 
 
 async def until(condition):
-    async with asyncio.timeout(5):
+    async with asyncio.timeout(60):
         while not condition():  # noqa: ASYNC110 turns of the loop are what is tested
             await asyncio.sleep(0)
 
@@ -107,6 +107,28 @@ async def test_it_stops_when_all_are_woken_and_begins_again():
         waker.add(stream)
         await until(lambda: not waker._is_scheduled)
         assert stream.num_delivered == expected
+
+
+class Broken(Stream):
+    """Fails whenever it is woken."""
+
+    def deliver(self):
+        super().deliver()
+        raise RuntimeError("broken")
+
+
+@pytest.mark.parametrize("position", [0, 1, 2])
+async def test_a_stream_whose_delivery_fails_holds_up_no_other(position):
+    failures = []
+    asyncio.get_running_loop().set_exception_handler(lambda _, failure: failures.append(failure))
+    waker, streams = Waker(batch=2), [Stream(), Stream()]
+    streams.insert(position, Broken())
+    for expected in (1, 2):
+        for stream in streams:
+            waker.add(stream)
+        await until(lambda: not waker._is_scheduled)
+        assert [stream.num_delivered for stream in streams] == [expected] * 3
+    assert [str(failure["exception"]) for failure in failures] == ["broken"] * 2
 
 
 async def test_a_request_with_news_waits_for_its_turn_once(make_request):

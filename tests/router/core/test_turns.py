@@ -165,3 +165,18 @@ def test_a_tenant_that_is_passed_over_keeps_its_turn():
     desk.end("t0")
     desk.end("first")
     assert desk.go() == ["huge0", "t4"]
+
+
+@pytest.mark.parametrize("policy", ["fcfs", "priority", "fair"])
+def test_a_failure_while_requests_are_sent_loses_none_of_those_skipped_before(policy):
+    desk = Desk(worker("large", 1000), worker("small", 100, max_num_seqs=2), policy=policy)
+    desk.come("first", 500, tenant="huge")
+    desk.go()
+    desk.come("huge", 500, tenant="huge")
+    desk.come("tiny", tenant="small")
+    send, desk.pool.send = desk.pool.send, lambda *_: 1 / 0
+    with pytest.raises(ZeroDivisionError):
+        desk.go()
+    desk.pool.send = send
+    desk.end("first")
+    assert desk.go() == ["huge"]
