@@ -11,25 +11,27 @@ from typing import Protocol
 
 from headrace.service.errors import ServiceError
 from router import outcomes
+from router.arrivals import Arrivals
 from router.core.credit import WorkerReport
 from router.core.global_queue import GlobalQueue
 from router.core.line import Entry
 from router.core.pauses import Pauses, UnreadLimits, Verdict
 from router.core.placement import Need, Pool, WorkerKey
 from router.core.service_rate import ServiceRate
+from router.core.suspects import Suspects
 from router.core.turns import turns
 from router.request import (
     CancelReason,
     Completion,
     Finish,
     FinishReason,
-    Logprobs,
     Refusal,
     SchedulerLink,
     StepNews,
 )
 from router.status_log import StatusLog
 
+# However a completion came back: refused, or lost with its scheduler.
 _MAX_DISPATCHES = 16
 
 _CANCEL_REASON = {
@@ -79,17 +81,22 @@ class Dispatcher:
         self._models_with_waiting: set[str] = set()
         self._unread = unread
         self._pauses: Pauses[Completion] = Pauses(unread.max_pause_s)
+        self._suspects: Suspects[Completion] = Suspects()
         self.owner: CompletionOwner | None = None
         self._status = status
         self._clock = clock
-        self._wall_clock = wall_clock
         self._links: dict[str, SchedulerLink] = {}
         self._in_flight: dict[int, Completion] = {}
+        self._arrivals = Arrivals(self._in_flight, pool, unread, clock, wall_clock)
         self._last_handle = 0
 
     @property
     def num_in_flight(self) -> int:
         return len(self._in_flight)
+
+    @property
+    def num_queued(self) -> int:
+        return len(self.queue) + self._suspects.num_held
 
     @property
     def num_paused(self) -> int:
@@ -124,6 +131,7 @@ class Dispatcher:
             completion.link.cancel(completion, reason)
             self._land(completion)
         self._end_pause(completion)
+        self._suspects.clear(completion.key)
 
     def has_read(self, completion: Completion) -> None:
         """More of it was sent to its client: if it is paused, it may go on."""
@@ -139,7 +147,7 @@ class Dispatcher:
             self.pool.continued(completion.sent)
             completion.link.set_paused(completion.handle, is_paused=False)
         else:
-            self.enqueue(completion)
+            self._requeue(completion)
             self.pump()
 
     def give_up_paused(self) -> float | None:
@@ -165,27 +173,36 @@ class Dispatcher:
         self.pump()
 
     def lost(self, link: SchedulerLink) -> None:
-        """The link broke; the scheduler drops what came through it, we send it elsewhere."""
+        """The link broke: the scheduler drops what came through it, and the router requeues it.
+
+        A completion that seems to be why schedulers are lost fails instead.
+        """
         self._links.pop(link.name, None)
         self.pool.forget(link.name)
-        for completion in [c for c in self._in_flight.values() if c.link is link]:
+        taken = [c for c in self._in_flight.values() if c.link is link]
+        # A paused completion takes no part in the scheduler's steps.
+        culprit = self._suspects.blame([c.key for c in taken if not c.is_paused])
+        for completion in taken:
             self._take_back(completion)
+        for completion in taken:
+            is_spent = completion.num_dispatches >= _MAX_DISPATCHES
+            if completion.finish is None and (completion.key == culprit or is_spent):
+                error = outcomes.schedulers_lost(completion)
+                self._told().completion_failed(completion, error)
         self.pump()
 
     def on_step(self, news: StepNews) -> None:
         """Take one step's news; completions that we ended ourselves are unknown and skipped."""
-        for admission in news.admissions:
-            self._on_admission(admission.handle, admission.num_cached_tokens, admission.time_unix_s)
-        for logprobs in news.logprobs:
-            self._on_logprobs(logprobs)
-        self._on_drafts(news)
-        unread = self._on_tokens(news)
+        unread = self._arrivals.take(news)
+        if self._suspects.has_trial:
+            self._on_trial_tokens(news)
         for ended in news.ended:
             completion = self._in_flight.get(ended.handle)
             if completion is not None:
                 completion.request.num_preemptions += ended.num_preemptions
                 self._land(completion)
                 self._end_pause(completion)
+                self._suspects.clear(completion.key)
                 self._told().completion_ended(completion, ended.finish)
         for completion in unread:
             if completion.finish is None:
@@ -193,33 +210,13 @@ class Dispatcher:
         if news.ended or news.admissions or unread:
             self.pump()
 
-    def _on_drafts(self, news: StepNews) -> None:
-        """Count what speculation brought."""
-        for handle, counts in zip(news.handles, news.draft_counts, strict=False):
-            if (completion := self._in_flight.get(handle)) is not None:
-                completion.request.num_draft_tokens += counts[0]
-                completion.request.num_accepted_draft_tokens += counts[1]
-
-    def _on_tokens(self, news: StepNews) -> list[Completion]:
-        """Append what came; returns completions of which too much is unread."""
-        in_flight, token_ids, begin = self._in_flight, news.token_ids, 0
-        unread: list[Completion] = []
-        crowd = self._unread.crowd(len(in_flight))
+    def _on_trial_tokens(self, news: StepNews) -> None:
+        """Release the next suspects when those on trial have got their tokens."""
         for handle, count in zip(news.handles, news.num_new_tokens, strict=True):
-            end = begin + count
-            completion = in_flight.get(handle)
-            if completion is not None:
-                completion.token_ids.extend(token_ids[begin:end])
-                request = completion.request
-                request.account.charge_output(count)
-                if request.timeline.first_token is None:
-                    request.timeline.first_token = self._clock()
-                request.wake()
-                num_unread = len(completion.token_ids) - completion.num_streamed
-                if num_unread > completion.max_unread_tokens // crowd:
-                    unread.append(completion)
-            begin = end
-        return unread
+            if (completion := self._in_flight.get(handle)) is not None:
+                self._suspects.progressed(completion.key, count)
+        if not self._suspects.has_trial:
+            self.pump()
 
     def on_refusal(self, refusal: Refusal) -> None:
         """A scheduler did not take a completion: try elsewhere, or fail its request."""
@@ -238,6 +235,8 @@ class Dispatcher:
     def pump(self) -> None:
         """Dispatch what workers have credit for."""
         now = self._clock()
+        for completion in self._suspects.release():
+            self.enqueue(completion)
         for model, line in self.queue.lines:
             num_tokens = 0
             needed_by = functools.partial(self._need, now=now)
@@ -296,6 +295,14 @@ class Dispatcher:
             # It waits for its client, not for a worker: `has_read` queues it.
             self._status.queued(completion)
         else:
+            self._requeue(completion)
+
+    def _requeue(self, completion: Completion) -> None:
+        """Queue a completion again, or hold it back until it is tried."""
+        if self._suspects.must_wait(completion.key):
+            self._suspects.hold(completion.key, completion)
+            self._status.queued(completion)
+        else:
             self.enqueue(completion)
 
     def _land(self, completion: Completion) -> None:
@@ -322,6 +329,7 @@ class Dispatcher:
         assert completion.sent is not None, "what is in flight was sent"
         completion.is_paused = True
         self._pauses.begin(completion.key, completion, self._clock())
+        self._suspects.clear(completion.key)
         self.pool.paused(completion.sent)
         completion.link.set_paused(completion.handle, is_paused=True)
         self._told().pause_began()
@@ -332,28 +340,6 @@ class Dispatcher:
 
     def _give_up(self, completion: Completion, why: str) -> None:
         self._told().completion_failed(completion, outcomes.too_slow(completion.request.spec, why))
-
-    def _on_admission(self, handle: int, num_cached_tokens: int, time_unix_s: float) -> None:
-        completion = self._in_flight.get(handle)
-        if completion is None or completion.is_admitted:
-            return
-        assert completion.sent is not None, "what is in flight was sent"
-        completion.is_admitted = True
-        self.pool.admitted(completion.sent, num_cached_tokens)
-        timeline = completion.request.timeline
-        if timeline.admitted is None:
-            # The scheduler's clock may differ from ours; never before arrival, never ahead.
-            now = self._clock()
-            ago = max(0.0, self._wall_clock() - time_unix_s)
-            timeline.admitted = max(timeline.arrived, now - ago)
-            completion.num_cached_tokens = num_cached_tokens
-
-    def _on_logprobs(self, logprobs: Logprobs) -> None:
-        completion = self._in_flight.get(logprobs.handle)
-        if completion is not None:
-            completion.logprobs.extend(logprobs.tokens)
-            if logprobs.prompt_tokens:
-                completion.prompt_logprobs = logprobs.prompt_tokens
 
     def _next_handle(self) -> int:
         """uint32 on the wire; a live one is not given out again after it wraps."""

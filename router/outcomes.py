@@ -10,7 +10,7 @@ from headrace.service.errors import (
     unavailable,
 )
 from router.core.admission import Reason, Reject
-from router.request import Refusal, Spec
+from router.request import Completion, Refusal, Spec
 
 
 def rejected(reject: Reject, prompt_field: str = "text") -> ServiceError:
@@ -53,6 +53,15 @@ def is_worth_retrying(refusal: Refusal) -> bool:
 def failed(message: str) -> ServiceError:
     """A fault in a worker or scheduler ended a request."""
     return internal("GENERATION_FAILED", message or "the generation failed in its worker")
+
+
+def schedulers_lost(completion: Completion) -> ServiceError:
+    """Every scheduler that had the completion was lost; it is probably why."""
+    return internal(
+        "SCHEDULERS_LOST",
+        f"{completion.request_id} was sent to {completion.num_dispatches} schedulers and each was "
+        "lost while it had this request; it is not sent again",
+    )
 
 
 def no_longer_fits(spec: Spec) -> ServiceError:

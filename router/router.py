@@ -96,7 +96,7 @@ class Router:
 
     @property
     def num_queued(self) -> int:
-        return len(self.dispatcher.queue)
+        return self.dispatcher.num_queued
 
     @property
     def num_in_flight(self) -> int:

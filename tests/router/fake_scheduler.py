@@ -89,6 +89,8 @@ class FakeScheduler:
         self.heeds_pauses = True
         self.refusals: list[tuple[str, str]] = []  # what the next submissions get
         self.is_draining = False
+        self.dies_of = lambda submission: False
+        self.num_deaths = 0
         self.connections: list[Connection] = []
         self.address = ""
         self._pool_changed = asyncio.Event()
@@ -199,8 +201,8 @@ class FakeScheduler:
         self.connections.append(connection)
         reader = asyncio.create_task(self._read(requests, connection))
         try:
-            while True:
-                yield await connection.outbox.get()
+            while (message := await connection.outbox.get()) is not None:
+                yield message
         finally:
             reader.cancel()
             self.connections.remove(connection)
@@ -228,6 +230,9 @@ class FakeScheduler:
 
     def _take(self, submission, connection):
         self.submissions.append(submission)
+        if self.dies_of(submission):
+            self.num_deaths += 1
+            connection.outbox.put_nowait(None)
         lives = submission.request_id in {g.submission.request_id for g in connection.live.values()}
         if self.refusals or lives:
             reason, text = self.refusals.pop(0) if self.refusals else ("DUPLICATE", "it runs here")

@@ -56,6 +56,31 @@ async def test_a_lost_schedulers_requests_go_on_elsewhere_without_gap_or_repeat(
                 assert list(memoryview(submission.generated_token_ids).cast("i")) == TOKENS[:5]
 
 
+async def test_a_request_that_kills_schedulers_fails_and_those_beside_it_do_not():
+    def is_killer(submission):
+        return submission.request_id == "killer"
+
+    schedulers = [FakeScheduler(script=says_text, is_paced=False) for _ in range(2)]
+    for scheduler in schedulers:
+        scheduler.dies_of = is_killer
+        scheduler.interval_s = 0.002
+    async with schedulers[0], schedulers[1], running_stack(schedulers=schedulers) as stack:
+        await stack.until(lambda: len(stack.router.pool.reports()) == 2)
+        innocents = [
+            asyncio.create_task(stack.answer(request_id=f"r-{i}", sampling={}, timeout=60))
+            for i in range(8)
+        ]
+        await stack.until(lambda: sum(len(scheduler.live) for scheduler in schedulers) == 8)
+        for scheduler in schedulers:
+            scheduler.resume()
+        with pytest.raises(grpc.aio.AioRpcError) as raised:
+            await stack.answer(request_id="killer", sampling={}, timeout=60)
+        assert from_rpc_error(raised.value).reason == "SCHEDULERS_LOST"
+        for messages in await asyncio.gather(*innocents):
+            assert (text_of(messages), token_ids_of(messages)) == (TEXT, TOKENS)
+        assert sum(scheduler.num_deaths for scheduler in schedulers) <= 4
+
+
 async def test_a_scheduler_that_comes_back_is_used_again():
     scheduler = FakeScheduler(script=says_text)
     await scheduler.start()
