@@ -121,7 +121,8 @@ class Engine:
 
     def end_reached(self, submission: Submission, generated: Int32Array) -> RequestStatus | None:
         """How a request has ended with its last token. See intake.end_reached."""
-        return intake.end_reached(submission, generated, self._info)
+        max_num_tokens = self._core.config.max_num_tokens
+        return intake.end_reached(submission, generated, self._info, max_num_tokens)
 
     def explain(self, request_id: str) -> Explanation | None:
         """What happened to a request here and why, or None."""

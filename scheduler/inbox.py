@@ -119,7 +119,9 @@ class Inbox:
     def _add(self, request: LiveRequest) -> FinishedRequest | None:
         """Give it to the core; how it ended if there is nothing left to do."""
         generated = request.generated_token_ids
-        end = intake.end_reached(request.submission, generated, self._info)
+        end = intake.end_reached(
+            request.submission, generated, self._info, self._core.config.max_num_tokens
+        )
         if end is not None:
             self._journal.admitted(request, 0, self._info.worker_id)
             return intake.unscheduled_end(request, end)

@@ -37,11 +37,12 @@ def new_request(request: LiveRequest, info: WorkerInfo, *, hashes_ahead: bool) -
 
 
 def end_reached(
-    submission: Submission, generated: Int32Array, info: WorkerInfo
+    submission: Submission, generated: Int32Array, info: WorkerInfo, max_num_tokens: int
 ) -> RequestStatus | None:
     """How a request has ended with its last token, though nobody said so; None if it goes on.
 
     generated is [num_tokens] of an earlier epoch, whose end may have been lost on the way.
+    max_num_tokens is where any request of the worker ends (SchedulerConfig.max_num_tokens).
     """
     if not len(generated):
         return None
@@ -52,7 +53,7 @@ def end_reached(
         if generated[-1] in ends:
             return RequestStatus.STOPPED
     num_tokens = len(submission.prompt_token_ids) + len(generated)
-    if len(generated) >= submission.max_tokens or num_tokens >= info.max_model_len:
+    if len(generated) >= submission.max_tokens or num_tokens >= max_num_tokens:
         return RequestStatus.LENGTH_CAPPED
     return None
 

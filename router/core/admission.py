@@ -13,6 +13,8 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from enum import Enum
 
+from headrace.capacity import max_num_tokens
+
 _MIN_RETRY_S = 0.1
 _MAX_RETRY_S = 60.0
 
@@ -87,11 +89,22 @@ class Capacity:
     """The longest request that one ready worker can serve."""
 
     max_model_len: int
-    num_kv_tokens: int
+    num_kv_blocks: int
+    block_size: int
+
+    @property
+    def num_kv_tokens(self) -> int:
+        """Tokens whose KV the pool holds."""
+        return self.num_kv_blocks * self.block_size
 
     @property
     def num_tokens(self) -> int:
-        return min(self.max_model_len, self.num_kv_tokens)
+        """Prompt and output tokens at which the scheduler ends any request of the worker."""
+        return max_num_tokens(
+            max_model_len=self.max_model_len,
+            num_kv_blocks=self.num_kv_blocks,
+            block_size=self.block_size,
+        )
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -162,8 +175,8 @@ def fits(ask: Ask, capacities: Sequence[Capacity]) -> Admit | Reject:
     prompt = f"{'' if ask.is_read else 'at least '}{ask.num_prompt_tokens} tokens"
     limit = (
         f"max_model_len is {best.max_model_len}"
-        if best.max_model_len <= best.num_kv_tokens
-        else f"the KV pool holds {best.num_kv_tokens}"
+        if best.max_model_len == best.num_tokens
+        else f"the KV pool carries {best.num_tokens}"
     )
     if room < 1:
         return Reject(

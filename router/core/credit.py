@@ -63,7 +63,7 @@ class WorkerReport:
 
     @property
     def capacity(self) -> Capacity:
-        return Capacity(self.max_model_len, self.num_kv_blocks * self.block_size)
+        return Capacity(self.max_model_len, self.num_kv_blocks, self.block_size)
 
 
 @dataclass(frozen=True, slots=True)

@@ -11,6 +11,7 @@ from typing import Literal
 import numpy as np
 from numpy.typing import NDArray
 
+from headrace.capacity import max_num_tokens
 from scheduler.core.block_hash import BlockHashes
 
 Int32Array = NDArray[np.int32]
@@ -81,15 +82,16 @@ class SchedulerConfig:
 
     @property
     def max_num_tokens(self) -> int:
-        """Tokens at which any request ends: max_model_len, or one more than the pool holds.
+        """Tokens at which any request ends.
 
-        The last token needs no KV. Without this limit a request that outgrows the pool would head
-        a stuck queue for ever.
+        Without this limit a request that outgrows the whole pool would head a stuck queue for ever.
         """
-        num_slots = (self.num_gpu_blocks - 1) * self.block_size
-        if num_slots >= self.max_model_len:
-            return self.max_model_len
-        return min(self.max_model_len, num_slots - self.num_lookahead_tokens + 1)
+        return max_num_tokens(
+            max_model_len=self.max_model_len,
+            num_kv_blocks=self.num_gpu_blocks - 1,
+            block_size=self.block_size,
+            num_lookahead_tokens=self.num_lookahead_tokens,
+        )
 
 
 @dataclass(frozen=True, slots=True)

@@ -26,6 +26,8 @@ class RequestTable:
     def __init__(self, config: SchedulerConfig) -> None:
         num_rows = config.max_num_seqs
         self._max_num_tokens = config.max_num_tokens
+        is_pool_limiting = config.max_num_tokens < config.max_model_len
+        self._pool_limit = config.max_num_tokens if is_pool_limiting else _NO_LIMIT
         self.num_tokens = _column(num_rows)
         self.num_computed = _column(num_rows)
         self.num_drafts = _column(num_rows)
@@ -36,7 +38,7 @@ class RequestTable:
         # Computed tokens from which a block must be added or registered.
         self.next_block_event = _column(num_rows)
         self.length_limit = _column(num_rows)  # num_tokens at which it ends
-        self.output_limit = _column(num_rows)  # prompt + max_tokens
+        self.output_limit = _column(num_rows)  # prompt + max_tokens, or what the pool carries
         self.is_prefill_chunk: BoolArray = np.zeros(num_rows, dtype=np.bool_)
         self.is_walked: BoolArray = np.zeros(num_rows, dtype=np.bool_)  # stops need Python
         # Counts admissions: tells a row's request from an earlier one of the same row.
@@ -91,8 +93,9 @@ class RequestTable:
         self.num_blocks[row] = 0
         self.num_registered[row] = 0
         output_limit = min(request.num_prompt_tokens + spec.max_tokens, _NO_LIMIT)
-        self.output_limit[row] = output_limit
         self.length_limit[row] = min(output_limit, self._max_num_tokens)
+        # Where the pool is the limit, no KV slot is left for a token beyond it.
+        self.output_limit[row] = min(output_limit, self._pool_limit)
         self.is_prefill_chunk[row] = False
         self.draft_ids[row] = NO_STOP_ID
         self.admission_id[row] = self._num_admissions

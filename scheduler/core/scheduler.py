@@ -95,25 +95,13 @@ class SchedulerCore:
                 f"the prompt has {num_prompt_tokens} tokens; with at least one more the limit is "
                 f"max_model_len = {config.max_model_len}"
             )
-        num_blocks = -(-num_prompt_tokens // config.block_size) + 1
-        if num_blocks >= config.num_gpu_blocks or num_prompt_tokens >= config.max_num_tokens:
+        if num_prompt_tokens >= config.max_num_tokens:
+            num_blocks = -(-(num_prompt_tokens + config.num_lookahead_tokens) // config.block_size)
             return (
                 f"the prompt has {num_prompt_tokens} tokens and needs {num_blocks} KV blocks; "
                 f"there are {config.num_gpu_blocks - 1}"
             )
-        if not config.enable_chunked_prefill and num_prompt_tokens > self._max_unchunked_tokens:
-            return (
-                f"the prompt has {num_prompt_tokens} tokens; without chunked prefill the limit is "
-                f"max_num_batched_tokens = {config.max_num_batched_tokens}"
-            )
         return None
-
-    @property
-    def _max_unchunked_tokens(self) -> int:
-        threshold = self.config.long_prefill_token_threshold
-        budget = self.config.max_num_batched_tokens
-        # As the reference: the threshold cuts even what must not be chunked.
-        return self.config.max_model_len if 0 < threshold <= budget else budget
 
     def mark_ready(self, request_id: str) -> None:
         """What a request was blocked on (its grammar) is there; unknown ids are ignored."""

@@ -190,6 +190,29 @@ async def test_another_worker_of_the_model_goes_on_with_a_lost_one_s_requests():
     assert all(len(r.token_ids) > 4 * r.num_prompt_tokens for r in resumed.values())
 
 
+@pytest.mark.parametrize("num_generated", [0, 4, 5, 12])
+async def test_a_request_moved_to_a_small_pool_ends_with_length(num_generated):
+    """One block of 16 carries 17 tokens; the prompt has 12, and may have 12 more with it."""
+    prompt = list(range(20, 32))
+    tokens = expected_tokens(prompt, 12)
+    one, small = FakeGpuWorker("one"), FakeGpuWorker("small", num_kv_blocks=1, block_size=16)
+    await one.start()
+    await small.start()
+    one.hold()
+    async with running_scheduler([one, small]) as scheduler:
+        await scheduler.ready(2)
+        async with router_to(scheduler) as router:
+            handle = await router.submit(prompt, 100, worker_id="one")
+            if num_generated:
+                await one.release(num_generated)
+            await one.step_begun(num_generated + 1)
+            await one.kill()
+            (received,) = await router.finished(handle)
+            reason = router.received[handle].finished.reason
+    assert received == tokens[: max(num_generated, 5)]
+    assert reason == common_pb2.FINISH_REASON_LENGTH
+
+
 async def test_a_worker_that_hangs_is_given_up_and_its_requests_go_on():
     hanging, well = FakeGpuWorker("hanging"), FakeGpuWorker("well")
     await hanging.start()

@@ -16,7 +16,7 @@ from router.core.admission import (
 
 LIMITS = Limits(max_queued_requests=10, max_queued_tokens=1000)
 EMPTY = QueueLoad(0, 0)
-ONE_WORKER = (Capacity(100, 1000),)
+ONE_WORKER = (Capacity(100, 100, 10),)
 
 
 def ask(num_prompt_tokens=10, **changes):
@@ -50,15 +50,16 @@ def test_min_tokens_that_can_never_come_are_refused():
 
 
 def test_the_smaller_of_model_length_and_pool_counts():
-    small_pool = Capacity(max_model_len=1000, num_kv_tokens=64)
-    refusal = admit(ask(64), capacities=[small_pool])
+    """The last token needs no KV: a pool of 64 slots carries 65 tokens."""
+    small_pool = Capacity(max_model_len=1000, num_kv_blocks=4, block_size=16)
+    refusal = admit(ask(65), capacities=[small_pool])
     assert refusal.reason is Reason.PROMPT_TOO_LONG
-    assert "KV pool holds 64" in refusal.message
-    assert admit(ask(63), capacities=[small_pool]) == Admit(max_tokens=1)
+    assert "KV pool carries 65" in refusal.message
+    assert admit(ask(64), capacities=[small_pool]) == Admit(max_tokens=1)
 
 
 def test_the_roomiest_worker_decides():
-    assert admit(ask(500), capacities=[Capacity(100, 900), Capacity(600, 900)]) == Admit(100)
+    assert admit(ask(500), capacities=[Capacity(100, 90, 10), Capacity(600, 90, 10)]) == Admit(100)
 
 
 def test_a_prompt_that_can_never_fit_is_told_by_how_much():

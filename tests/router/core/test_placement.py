@@ -164,7 +164,8 @@ def test_of_equally_loaded_workers_the_one_with_more_free_blocks_is_chosen():
 
 def test_workers_that_cannot_hold_the_whole_request_are_left_out():
     pool = pool_of(report("a", max_model_len=50), report("b", num_kv_blocks=5), report("c"))
-    assert choose(pool, 40, max_tokens=11).worker_id == "c"
+    assert choose(pool, 40, max_tokens=11).worker_id == "b"
+    assert choose(pool, 40, max_tokens=12).worker_id == "c"
     assert choose(pool, 990, max_tokens=11) is None
 
 

@@ -171,10 +171,9 @@ def test_deadlines_of_requests_that_ended_early_take_no_memory(make_core: MakeCo
         ({}, 511, None),
         ({}, 512, "max_model_len = 512"),
         ({}, 0, "the prompt is empty"),
-        ({"num_gpu_blocks": 5}, 48, None),
-        ({"num_gpu_blocks": 5}, 49, "needs 5 KV blocks; there are 4"),
-        ({"enable_chunked_prefill": False}, 128, None),
-        ({"enable_chunked_prefill": False}, 129, "max_num_batched_tokens = 128"),
+        ({"num_gpu_blocks": 5}, 64, None),
+        ({"num_gpu_blocks": 5}, 65, "needs 5 KV blocks; there are 4"),
+        ({"enable_chunked_prefill": False}, 129, None),
     ],
 )
 def test_what_can_never_fit_is_refused(

@@ -181,7 +181,9 @@ async def test_a_prompt_that_the_pool_can_never_hold_is_refused():
     async with running_scheduler([worker]) as scheduler:
         await scheduler.ready()
         async with router_to(scheduler) as router:
-            refusal = await router.refused(await router.submit([11] * 16, 1))
+            taken = await router.submit([11] * 16, 1)
+            assert await router.finished(taken) == [expected_tokens([11] * 16, 1)]
+            refusal = await router.refused(await router.submit([11] * 17, 1))
             assert refusal.reason == "TOO_LONG"
             assert "KV blocks" in refusal.message
 
