@@ -85,6 +85,8 @@ class Engine:
         self._inbox = Inbox(core, info, switchboard, clock=clock, hashes_ahead=hashes_ahead)
         self._results: deque[WorkerResult] = deque()
         self._in_flight: deque[InFlight] = deque()
+        # Requests in rows that want log probabilities, by row.
+        self._asking: dict[int, LiveRequest] = {}
         self._key_by_row: Int64Array = np.zeros(info.max_num_seqs, dtype=np.int64)
         self._wake = asyncio.Event()
         # False once a plan came out empty, until something changes.
@@ -160,7 +162,7 @@ class Engine:
                 self._recording.close()
 
     def take_requests(self) -> list[LiveRequest]:
-        """What was not finished when `run` ended, oldest first, with the tokens generated so far.
+        """Requests unfinished when `run` ended, oldest first, with the tokens published so far.
 
         A request that was in a step without a result counts a loss: it may be what killed the
         worker.
@@ -168,13 +170,25 @@ class Engine:
         suspects = {int(key) for flight in self._in_flight for key in flight.keys}
         not_in_core, cancelled = self._inbox.give_up()
         self._publish_ends([facts for facts in cancelled if facts.key in self._requests])
-        for request in self._requests.values():
+        for request in list(self._requests.values()):
             if request.key not in not_in_core:
-                request.generated_token_ids = self._core.output_token_ids(request.key)
+                self._take_from_core(request)
             request.num_losses += request.key in suspects
         taken = list(self._requests.values())
         self._requests.clear()
         return taken
+
+    def _take_from_core(self, request: LiveRequest) -> None:
+        """Note the request's tokens. An engine that failed in the middle of a step has not
+        published that step: its tokens are generated again, and an end in it is an error.
+        """
+        token_ids = self._core.output_token_ids(request.key)
+        if token_ids is None:
+            facts = intake.unscheduled_end(request, RequestStatus.ERROR)
+            self._publish_finishes([self._finish(facts, "the scheduler failed in its last step")])
+            return
+        num_published = self._switchboard.requests.num_generated(request)
+        request.generated_token_ids = token_ids[:num_published]
 
     def _tell(self, message: Message) -> None:
         self._inbox.tell(message)
@@ -222,7 +236,8 @@ class Engine:
         span = self._journal.begin_step(plan, placed) if placed else None
         if not self._in_flight:
             self._last_progress_s = asyncio.get_running_loop().time()
-        self._in_flight.append(InFlight(plan, self._key_by_row[plan.rows], started, span))
+        keys = self._key_by_row[plan.rows]
+        self._in_flight.append(InFlight(plan, keys, started, span, self._asking_in(plan)))
         self._switchboard.bell.ring()
         await self._stream.send(
             plan,
@@ -231,15 +246,26 @@ class Engine:
         )
 
     def _place(self, plan: StepPlan) -> list[LiveRequest]:
-        """Note who has which row from now on; returns them in the order of row_requests."""
+        """Note which request each row holds from now on; in the order of plan.row_requests."""
+        for row in plan.freed_rows.tolist():
+            self._asking.pop(row, None)
         placed = []
         for row_request in plan.row_requests:
             self._key_by_row[row_request.row] = row_request.key
             request = self._requests[row_request.key]
             # It starts from its first token again, and so do its prompt's log probabilities.
             request.prompt_logprobs.clear()
+            submission = request.submission
+            if submission.wants_logprobs or submission.wants_prompt_logprobs:
+                self._asking[row_request.row] = request
             placed.append(request)
         return placed
+
+    def _asking_in(self, plan: StepPlan) -> dict[int, LiveRequest]:
+        """The plan's requests that want log probabilities, by row."""
+        if not self._asking:
+            return {}
+        return {row: self._asking[row] for row in plan.rows.tolist() if row in self._asking}
 
     def _note_admissions(self, admissions: Sequence[Admission]) -> tuple[Start, ...]:
         started = []
@@ -262,7 +288,7 @@ class Engine:
         if not self._in_flight:
             raise WorkerLostError("it sent a result that no plan asked for")
         flight = self._in_flight.popleft()
-        flight.check(result, self._info.num_spec_tokens)
+        flight.check(result, self._info)
         if flight.span is not None:
             flight.span.end()
         output = self._core.update(result.step, self._clock())
@@ -290,8 +316,10 @@ class Engine:
     def _publish_ends(self, ended: Sequence[FinishedRequest]) -> None:
         """Tell of requests that ended, and not by a result."""
         if ended:
-            finished = [self._finish(facts) for facts in ended]
-            self._switchboard.publish(StepNews(finished=finished))
+            self._publish_finishes([self._finish(facts) for facts in ended])
+
+    def _publish_finishes(self, finished: Sequence[Finish]) -> None:
+        self._switchboard.publish(StepNews(finished=finished))
 
     def _finish(self, facts: FinishedRequest, message: str = "") -> Finish:
         return Finish(self._requests.pop(facts.key), facts, message)

@@ -1,32 +1,44 @@
 """A plan on its way to the worker, and what its result says of requests rather than rows."""
 
 from collections.abc import Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 
 import numpy as np
 from opentelemetry.trace import Span
 
-from scheduler.core.plan import Int32Array, Int64Array, StepOutput, StepPlan
+from scheduler.core.plan import Int32Array, Int64Array, StepOutput, StepPlan, StepResult
 from scheduler.outbox import NO_DRAFTS
 from scheduler.requests import LiveRequest
 from scheduler.switchboard import Start, TokenDetails
-from scheduler.worker import WorkerLostError, WorkerResult
+from scheduler.worker import RowLogprobs, WorkerInfo, WorkerLostError, WorkerResult
 
 
 @dataclass(frozen=True, slots=True)
 class InFlight:
-    """A plan whose result has not come; keys is [num_reqs], in the plan's order.
+    """A plan whose result has not come.
 
     Rows change hands while results are on their way, so each plan remembers who had which.
+
+    Args:
+        plan: what was sent.
+        keys: [num_reqs] the requests' keys, in the plan's order.
+        started: requests that the plan admitted for the first time.
+        span: ends with the result; None when not traced.
+        asking: requests that want log probabilities, by row.
     """
 
     plan: StepPlan
     keys: Int64Array
-    started: tuple[Start, ...]
-    span: Span | None
+    started: tuple[Start, ...] = ()
+    span: Span | None = None
+    asking: Mapping[int, LiveRequest] = field(default_factory=dict)
 
-    def check(self, result: WorkerResult, num_spec_tokens: int) -> None:
-        """WorkerLostError unless `result` answers this plan, with at most so many drafts each."""
+    def check(self, result: WorkerResult, info: WorkerInfo) -> None:
+        """Compare every field of a worker's result with the plan, before any of it is applied.
+
+        Raises:
+            WorkerLostError: the result does not answer the plan; nothing of it can be trusted.
+        """
         step = result.step
         if step.step_id != self.plan.step_id:
             raise WorkerLostError(
@@ -36,11 +48,52 @@ class InFlight:
             raise WorkerLostError(
                 f"it answered for {len(step.num_sampled_tokens)} requests of {self.plan.num_reqs}"
             )
+        if not set(step.failed_rows) <= set(self.plan.rows.tolist()):
+            raise WorkerLostError(f"it named failed rows {step.failed_rows} that had no step")
+        self._check_num_sampled(step)
+        _check_token_ids(step.token_ids, info.vocab_size)
+        self._check_drafts(step, info)
+        self._check_logprobs(result, info.vocab_size)
+
+    def _check_num_sampled(self, step: StepResult) -> None:
+        """Unfinished prefills and failed rows get no token; others one and their right drafts."""
+        plan = self.plan
+        most = (~plan.is_prefill_chunk).astype(np.int32)
+        least = most
+        if len(plan.num_draft_tokens):
+            most = np.where(plan.is_prefill_chunk, 0, 1 + plan.num_draft_tokens)
+        if step.failed_rows:
+            has_failed = np.isin(plan.rows, step.failed_rows)
+            most, least = np.where(has_failed, 0, most), np.where(has_failed, 0, least)
+        sampled = step.num_sampled_tokens
+        if ((sampled < least) | (sampled > most)).any():
+            raise WorkerLostError(
+                f"it sampled {sampled.tolist()} tokens where {most.tolist()} were due"
+            )
+
+    def _check_drafts(self, step: StepResult, info: WorkerInfo) -> None:
         num_drafts = step.num_draft_tokens
         if len(num_drafts) and (
-            len(num_drafts) != self.plan.num_reqs or num_drafts.max() > num_spec_tokens
+            len(num_drafts) != self.plan.num_reqs or num_drafts.max() > info.num_spec_tokens
         ):
-            raise WorkerLostError(f"it sent other drafts than {num_spec_tokens} for a request")
+            raise WorkerLostError(f"it sent other drafts than {info.num_spec_tokens} for a request")
+        _check_token_ids(step.draft_token_ids, info.vocab_size)
+
+    def _check_logprobs(self, result: WorkerResult, vocab_size: int) -> None:
+        """Rows that asked get one entry per token; other rows get none."""
+        entries = {entry.row: entry for entry in result.logprobs}
+        if len(entries) != len(result.logprobs) or not entries.keys() <= self.asking.keys():
+            raise WorkerLostError("it sent log probabilities that nobody asked for")
+        if any(entry.largest_token_id >= vocab_size for entry in result.logprobs):
+            raise WorkerLostError(f"it sent tokens that are not in its vocabulary of {vocab_size}")
+        if not self.asking:
+            return
+        rows, sampled = self.plan.rows.tolist(), result.step.num_sampled_tokens.tolist()
+        num_sampled = dict(zip(rows, sampled, strict=True))
+        for row, request in self.asking.items():
+            entry = entries.get(row, RowLogprobs(row, (), ()))
+            if not _has_logprobs_due(request, entry, num_sampled[row]):
+                raise WorkerLostError("it sent other log probabilities than were asked for")
 
     def failures(self, result: WorkerResult) -> dict[int, str]:
         """What went wrong, by the key of the failed request."""
@@ -91,3 +144,23 @@ class InFlight:
 
     def _key_by_row(self) -> dict[int, int]:
         return dict(zip(self.plan.rows.tolist(), self.keys.tolist(), strict=True))
+
+
+def _has_logprobs_due(request: LiveRequest, entry: RowLogprobs, num_sampled: int) -> bool:
+    """Whether a row's log probabilities are those of its sampled tokens and of its prompt.
+
+    Those of the prompt come in pieces; all of them are there with the first token.
+    """
+    submission = request.submission
+    if len(entry.tokens) != (num_sampled if submission.wants_logprobs else 0):
+        return False
+    num_prompt_due = len(submission.prompt_token_ids) - 1 if submission.wants_prompt_logprobs else 0
+    if request.has_sent_prompt_logprobs:
+        return len(entry.prompt_tokens) <= num_prompt_due
+    num_prompt = len(request.prompt_logprobs) + len(entry.prompt_tokens)
+    return num_prompt == num_prompt_due if num_sampled else num_prompt <= num_prompt_due
+
+
+def _check_token_ids(token_ids: Int32Array, vocab_size: int) -> None:
+    if len(token_ids) and not 0 <= int(token_ids.min()) <= int(token_ids.max()) < vocab_size:
+        raise WorkerLostError(f"it sent tokens that are not in its vocabulary of {vocab_size}")

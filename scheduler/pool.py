@@ -191,15 +191,26 @@ class Pool:
         retry_s = _FIRST_RETRY_S
         try:
             while True:
-                engine = self._start(worker, await self._describe(worker))
-                await self._run_engine(worker, engine)
-                self._lose(worker, engine)
+                num_steps = await self._drive_once(worker)
                 # Only a step done shows that it is well again; one that hangs or dies at once
                 # is not tried in a tight loop.
-                retry_s = _FIRST_RETRY_S if engine.num_steps else min(2 * retry_s, _MAX_RETRY_S)
+                retry_s = _FIRST_RETRY_S if num_steps else min(2 * retry_s, _MAX_RETRY_S)
                 await asyncio.sleep(retry_s)
         finally:
             await worker.connector.close()
+
+    async def _drive_once(self, worker: ManagedWorker) -> int:
+        """Find the worker and run it until it is lost; the number of steps it did."""
+        info = await self._describe(worker)
+        try:
+            engine = self._start(worker, info)
+        except Exception:
+            # Its tables do not fit in memory, or nothing can be planned with such limits.
+            logger.exception("cannot use the worker at %s", worker.address)
+            return 0
+        await self._run_engine(worker, engine)
+        self._lose(worker, engine)
+        return engine.num_steps
 
     async def _describe(self, worker: ManagedWorker) -> WorkerInfo:
         retry_s, last_reason = _FIRST_RETRY_S, ""

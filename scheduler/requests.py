@@ -47,6 +47,7 @@ class Submission:
     stop_token_ids: tuple[int, ...] = ()
     min_tokens: int = 0
     ignore_eos: bool = False
+    wants_logprobs: bool = False
     wants_prompt_logprobs: bool = False
     priority: int = 0
     arrival_time: float = 0.0

@@ -56,12 +56,16 @@ class WorkerInfo:
 class RowLogprobs:
     """Log probabilities of the request in a row; the items are the wire's.
 
-    tokens: one per sampled token. prompt_tokens: of the prompt tokens computed in this step.
+    Args:
+        tokens: one per sampled token.
+        prompt_tokens: of the prompt tokens computed in this step.
+        largest_token_id: of all that the items name.
     """
 
     row: int
     tokens: Sequence[object]
     prompt_tokens: Sequence[object]
+    largest_token_id: int = 0
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -71,7 +75,6 @@ class WorkerResult:
     step: StepResult
     logprobs: tuple[RowLogprobs, ...]
     message_by_failed_row: dict[int, str]
-    elapsed_s: float
 
 
 @dataclass(frozen=True, slots=True)

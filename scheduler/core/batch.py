@@ -8,8 +8,16 @@ from dataclasses import dataclass
 
 import numpy as np
 
-from scheduler.core.plan import EMPTY_INT32, Admission, Int32Array, PassedOver, RowRequest, Victim
-from scheduler.core.request_table import BoolArray, IntpArray
+from scheduler.core.plan import (
+    EMPTY_INT32,
+    Admission,
+    BoolArray,
+    Int32Array,
+    PassedOver,
+    RowRequest,
+    Victim,
+)
+from scheduler.core.request_table import IntpArray
 
 
 @dataclass(slots=True)

@@ -16,6 +16,7 @@ from scheduler.core.block_hash import BlockHashes
 
 Int32Array = NDArray[np.int32]
 Int64Array = NDArray[np.int64]
+BoolArray = NDArray[np.bool_]
 
 EMPTY_INT32: Int32Array = np.empty(0, dtype=np.int32)
 
@@ -256,6 +257,7 @@ class StepPlan:
     num_scheduled_tokens: Int32Array  # [num_reqs] drafts included
     num_draft_tokens: Int32Array  # [num_reqs], or [0] when no row has drafts
     draft_token_ids: Int32Array  # [sum(num_draft_tokens)]
+    is_prefill_chunk: BoolArray  # [num_reqs] whose prefill goes on after this step: no token yet
     admissions: tuple[Admission, ...]
     preempted_keys: tuple[int, ...]
     expired: tuple[FinishedRequest, ...]

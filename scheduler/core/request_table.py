@@ -7,11 +7,10 @@ a column here, so that a step over hundreds of them is a few vector operations.
 import numpy as np
 from numpy.typing import NDArray
 
-from scheduler.core.plan import Int32Array, Int64Array, RequestStatus, SchedulerConfig
+from scheduler.core.plan import BoolArray, Int32Array, Int64Array, RequestStatus, SchedulerConfig
 from scheduler.core.request import NO_ROW, Request
 
 IntpArray = NDArray[np.intp]
-BoolArray = NDArray[np.bool_]
 
 NO_STOP_ID = -1
 NOBODY = -1

@@ -11,6 +11,7 @@ from scheduler.core.explain import Explanation
 from scheduler.core.plan import (
     EMPTY_INT32,
     NO_FACTS,
+    BoolArray,
     FinishedRequest,
     Int32Array,
     NewRequest,
@@ -138,9 +139,11 @@ class SchedulerCore:
         """End a request now; its blocks are free at once. None: unknown or already finished."""
         return self.state.end(key, status)
 
-    def output_token_ids(self, key: int) -> Int32Array:
-        """[num_output_tokens] what a live request has generated so far; a copy."""
-        request = self.state.requests[key]
+    def output_token_ids(self, key: int) -> Int32Array | None:
+        """[num_output_tokens] what a live request has generated so far, a copy; None: it ended."""
+        request = self.state.requests.get(key)
+        if request is None:
+            return None
         is_running = request.row >= 0
         token_ids = self.state.table.tokens(request.row) if is_running else request.token_ids
         return token_ids[request.num_prompt_tokens :].copy()
@@ -180,7 +183,7 @@ class SchedulerCore:
             self._waiting_pass.run(batch)
         columns = batch.columns()
         plan = self._plan(batch, columns, expired)
-        self._advance(columns)
+        self._advance(columns, plan.is_prefill_chunk)
         return plan
 
     def update(self, result: StepResult, now: float) -> StepOutput:
@@ -271,13 +274,14 @@ class SchedulerCore:
             num_scheduled_tokens=columns.num_scheduled,
             num_draft_tokens=num_drafts,
             draft_token_ids=draft_ids,
+            is_prefill_chunk=columns.num_computed + columns.num_scheduled < columns.goals,
             admissions=tuple(batch.admissions),
             preempted_keys=tuple(victim.key for victim in batch.victims),
             expired=expired,
             facts=_facts(batch),
         )
 
-    def _advance(self, columns: BatchColumns) -> None:
+    def _advance(self, columns: BatchColumns, is_chunk: BoolArray) -> None:
         """Count scheduled tokens as computed now, before the worker has run."""
         state = self.state
         table = state.table
@@ -286,9 +290,7 @@ class SchedulerCore:
         state.step_id += 1
         if not len(rows):
             return
-        after = columns.num_computed + columns.num_scheduled
-        table.num_computed[rows] = after
-        is_chunk = after < columns.goals
+        table.num_computed[rows] = columns.num_computed + columns.num_scheduled
         table.is_prefill_chunk[rows] = is_chunk
         if np.count_nonzero(is_chunk):
             for row in rows[is_chunk].tolist():

@@ -14,6 +14,7 @@ from scheduler.core.explain import History, Ledger
 from scheduler.core.kv_cache import KvCache
 from scheduler.core.plan import (
     EMPTY_INT32,
+    BoolArray,
     FinishedRequest,
     Int32Array,
     Int64Array,
@@ -26,7 +27,7 @@ from scheduler.core.plan import (
 )
 from scheduler.core.queues import WaitingQueues
 from scheduler.core.request import NO_ROW, Request
-from scheduler.core.request_table import BoolArray, IntpArray, RequestTable
+from scheduler.core.request_table import IntpArray, RequestTable
 
 # Up to here, serving rows one by one is cheaper than a round of vector operations.
 MAX_WALKED_ROWS = 4

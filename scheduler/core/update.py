@@ -11,6 +11,7 @@ import numpy as np
 
 from scheduler.core.plan import (
     EMPTY_INT32,
+    BoolArray,
     FinishedRequest,
     Int32Array,
     RequestStatus,
@@ -18,7 +19,7 @@ from scheduler.core.plan import (
     StepResult,
 )
 from scheduler.core.request import Request
-from scheduler.core.request_table import NOBODY, BoolArray, IntpArray
+from scheduler.core.request_table import NOBODY, IntpArray
 from scheduler.core.state import Flight, SchedulerState
 from scheduler.core.stop import End, stop_status
 

@@ -21,16 +21,19 @@ from scheduler.worker import RowLogprobs, WorkerInfo, WorkerResult, WorkerRole, 
 # One of several completions carries its number: "id#0".
 _VALID_ID = re.compile(r"[A-Za-z0-9._:-]{1,128}(#[0-9]{1,2})?")
 _MAX_ROUTER_ID_CHARS = 256
+# Of what a worker says of a failed row; its client gets that.
+_MAX_ERROR_CHARS = 1000
 
-# What a worker must say of itself.
-_LIMITS = (
-    "max_model_len",
-    "block_size",
-    "num_kv_blocks",
-    "max_num_seqs",
-    "max_num_batched_tokens",
-    "vocab_size",
-)
+# What a worker must say of itself, and the most that it may say: tables are made in these sizes.
+_MOST_BY_LIMIT = {
+    "max_model_len": 1 << 24,
+    "block_size": 1 << 16,
+    "num_kv_blocks": 1 << 24,
+    "max_num_seqs": 1 << 14,
+    "max_num_batched_tokens": 1 << 24,
+    "vocab_size": 1 << 24,
+}
+_MAX_SPEC_TOKENS = 64
 # More plans ahead than this gain nothing; see SchedulerConfig.pipeline_depth.
 _MAX_PIPELINE_DEPTH = 2
 _ROLES = {
@@ -103,6 +106,7 @@ def submission_of(message: scheduler_pb2.Submission) -> Submission:
         stop_token_ids=tuple(sampling.stop_token_ids),
         min_tokens=sampling.min_tokens,
         ignore_eos=sampling.ignore_eos,
+        wants_logprobs=sampling.HasField("logprobs"),
         wants_prompt_logprobs=sampling.HasField("prompt_logprobs"),
         priority=message.priority,
         arrival_time=message.arrival_time_unix_s,
@@ -214,7 +218,9 @@ def worker_result(message: gpuworker_pb2.StepResult) -> WorkerResult:
     draft_token_ids = unpack_int32(message.draft_token_ids, "draft_token_ids")
     _check_counts(num_sampled_tokens, token_ids, "num_sampled_tokens")
     _check_counts(num_draft_tokens, draft_token_ids, "num_draft_tokens")
-    message_by_failed_row = {error.row: error.message for error in message.errors}
+    message_by_failed_row = {
+        error.row: error.message[:_MAX_ERROR_CHARS] for error in message.errors
+    }
     return WorkerResult(
         step=StepResult(
             step_id=message.step_id,
@@ -224,19 +230,29 @@ def worker_result(message: gpuworker_pb2.StepResult) -> WorkerResult:
             draft_token_ids=draft_token_ids,
             failed_rows=tuple(message_by_failed_row),
         ),
-        logprobs=tuple(
-            RowLogprobs(entry.row, entry.tokens, entry.prompt_tokens) for entry in message.logprobs
-        ),
+        logprobs=tuple(_row_logprobs(entry) for entry in message.logprobs),
         message_by_failed_row=message_by_failed_row,
-        elapsed_s=message.elapsed_s,
     )
+
+
+def _row_logprobs(message: gpuworker_pb2.RowLogprobs) -> RowLogprobs:
+    largest_token_id = 0
+    for entry in (*message.tokens, *message.prompt_tokens):
+        if len(entry.top_token_ids) != len(entry.top_logprobs):
+            raise invalid("logprobs.top_logprobs", "must be as many as top_token_ids")
+        if any(map(math.isnan, (entry.logprob, *entry.top_logprobs))):
+            raise invalid("logprobs.logprob", "must be a number")
+        largest_token_id = max(largest_token_id, entry.token_id, *entry.top_token_ids)
+    return RowLogprobs(message.row, message.tokens, message.prompt_tokens, largest_token_id)
 
 
 def worker_info(message: common_pb2.Worker) -> WorkerInfo:
     """What a worker says of itself; ServiceError names the field that makes no sense."""
-    for name in _LIMITS:
-        if not getattr(message, name):
-            raise invalid(name, "must be at least 1")
+    for name, most in _MOST_BY_LIMIT.items():
+        if not 1 <= getattr(message, name) <= most:
+            raise invalid(name, f"must be at least 1 and at most {most}")
+    if message.num_spec_tokens > _MAX_SPEC_TOKENS:
+        raise invalid("num_spec_tokens", f"must be at most {_MAX_SPEC_TOKENS}")
     if not message.worker_id:
         raise invalid("worker_id", "must not be empty")
     return WorkerInfo(
@@ -252,7 +268,7 @@ def worker_info(message: common_pb2.Worker) -> WorkerInfo:
         eos_token_ids=tuple(message.eos_token_ids),
         num_spec_tokens=message.num_spec_tokens,
         pipeline_depth=max(1, min(message.pipeline_depth, _MAX_PIPELINE_DEPTH)),
-        role=_ROLES[message.role],
+        role=_ROLES.get(message.role, WorkerRole.MIXED),
         device=message.device,
         dtype=message.dtype,
     )

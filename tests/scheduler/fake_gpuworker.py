@@ -7,7 +7,7 @@ too early or taken wrongly from the prefix cache is noticed at the step that rea
 
 import asyncio
 import uuid
-from collections.abc import AsyncIterator, Sequence
+from collections.abc import AsyncIterator, Callable, Sequence
 from dataclasses import dataclass, field
 
 import grpc.aio
@@ -186,8 +186,8 @@ class FakeGpuWorker(gpuworker_pb2_grpc.GpuWorkerServicer):
         self.eos_after: dict[str, int] = {}
         self.is_loaded = True
         self.is_draining = False
-        # Added to the next result's step_id, once.
-        self.step_id_offset = 0
+        # Changes the next result that has rows, once.
+        self.spoil: Callable[[gpuworker_pb2.StepResult], None] | None = None
         self.pace_s = 0.0
         self.plans: list[gpuworker_pb2.StepPlan] = []
         self.num_steps_begun = 0
@@ -297,8 +297,9 @@ class FakeGpuWorker(gpuworker_pb2_grpc.GpuWorkerServicer):
             except (AssertionError, KeyError) as error:
                 self.errors.append(AssertionError(repr(error)))
                 raise
-            result.step_id += self.step_id_offset
-            self.step_id_offset = 0
+            if self.spoil is not None and plan.rows:
+                self.spoil(result)
+                self.spoil = None
             if self.pace_s:
                 await asyncio.sleep(self.pace_s)
             await context.write(result)

@@ -7,7 +7,7 @@ import pytest
 
 from scheduler.core.plan import EMPTY_INT32, NO_FACTS, StepOutput, StepPlan, StepResult
 from scheduler.in_flight import InFlight
-from scheduler.worker import WorkerLostError, WorkerResult
+from scheduler.worker import WorkerInfo, WorkerLostError, WorkerResult
 
 
 def int32(*values: int) -> np.ndarray:
@@ -25,6 +25,7 @@ PLAN = StepPlan(
     num_scheduled_tokens=int32(1, 1),
     num_draft_tokens=EMPTY_INT32,
     draft_token_ids=EMPTY_INT32,
+    is_prefill_chunk=np.zeros(2, dtype=np.bool_),
     admissions=(),
     preempted_keys=(),
     expired=(),
@@ -34,10 +35,23 @@ RESULT = StepResult(step_id=4, num_sampled_tokens=int32(1, 1), token_ids=int32(7
 DRAFTED = replace(RESULT, num_draft_tokens=int32(0, 2), draft_token_ids=int32(1, 1))
 
 
-def check(step: StepResult, num_spec_tokens: int = 0) -> None:
-    flight = InFlight(PLAN, np.array([10, 11], dtype=np.int64), (), None)
-    result = WorkerResult(step=step, logprobs=(), message_by_failed_row={}, elapsed_s=0.0)
-    flight.check(result, num_spec_tokens)
+INFO = WorkerInfo(
+    worker_id="w0",
+    incarnation="1",
+    model="fake",
+    max_model_len=64,
+    block_size=4,
+    num_kv_blocks=16,
+    max_num_seqs=2,
+    max_num_batched_tokens=64,
+    vocab_size=100,
+)
+
+
+def check(step: StepResult, num_spec_tokens: int = 0, plan: StepPlan = PLAN) -> None:
+    flight = InFlight(plan, np.array([10, 11], dtype=np.int64))
+    result = WorkerResult(step=step, logprobs=(), message_by_failed_row={})
+    flight.check(result, replace(INFO, num_spec_tokens=num_spec_tokens))
 
 
 @pytest.mark.parametrize(("step", "num_spec_tokens"), [(RESULT, 0), (RESULT, 2), (DRAFTED, 2)])
@@ -62,10 +76,56 @@ def test_any_other_result_means_that_the_worker_is_lost(
         check(step, num_spec_tokens)
 
 
+DRAFTS_DUE = replace(PLAN, num_draft_tokens=int32(2, 0), draft_token_ids=int32(1, 1))
+CHUNK = replace(PLAN, is_prefill_chunk=np.array([True, False]))
+
+
+@pytest.mark.parametrize(
+    ("plan", "num_sampled", "failed_rows"),
+    [
+        (PLAN, (1, 1), ()),
+        (PLAN, (0, 1), (0,)),
+        (DRAFTS_DUE, (3, 1), ()),
+        (DRAFTS_DUE, (1, 1), ()),
+        (CHUNK, (0, 1), ()),
+        (CHUNK, (0, 1), (0,)),
+    ],
+)
+def test_each_request_gets_as_many_tokens_as_are_due(plan, num_sampled, failed_rows) -> None:
+    check(sampled_step(num_sampled, failed_rows), plan=plan)
+
+
+@pytest.mark.parametrize(
+    ("plan", "num_sampled", "failed_rows"),
+    [
+        (PLAN, (0, 1), ()),
+        (PLAN, (2, 1), ()),
+        (PLAN, (1, 1), (0,)),
+        (PLAN, (1, 1), (5,)),
+        (DRAFTS_DUE, (4, 1), ()),
+        (DRAFTS_DUE, (0, 1), ()),
+        (DRAFTS_DUE, (1, 2), ()),
+        (CHUNK, (1, 1), ()),
+    ],
+)
+def test_more_or_fewer_tokens_lose_the_worker(plan, num_sampled, failed_rows) -> None:
+    with pytest.raises(WorkerLostError):
+        check(sampled_step(num_sampled, failed_rows), plan=plan)
+
+
+def sampled_step(num_sampled, failed_rows) -> StepResult:
+    return StepResult(
+        step_id=4,
+        num_sampled_tokens=int32(*num_sampled),
+        token_ids=np.full(sum(num_sampled), 7, dtype=np.int32),
+        failed_rows=failed_rows,
+    )
+
+
 def test_drafts_are_counted_for_those_that_got_tokens() -> None:
     plan = replace(PLAN, rows=int32(0, 1, 2, 3), num_draft_tokens=int32(3, 0, 2, 2))
     step = replace(RESULT, num_sampled_tokens=int32(2, 1, 3, 1), token_ids=int32(*range(7)))
-    result = WorkerResult(step=step, logprobs=(), message_by_failed_row={}, elapsed_s=0.0)
+    result = WorkerResult(step=step, logprobs=(), message_by_failed_row={})
     keys = np.array([10, 11, 12, 13], dtype=np.int64)
     # The third was cancelled on the way.
     output = StepOutput(
@@ -75,7 +135,7 @@ def test_drafts_are_counted_for_those_that_got_tokens() -> None:
         token_ids=int32(0, 1, 2, 6),
         finished=(),
     )
-    counts = InFlight(plan, keys, (), None).draft_counts(result, output)
+    counts = InFlight(plan, keys).draft_counts(result, output)
     assert counts.tolist() == [[3, 1], [0, 0], [2, 0]]
     assert counts.dtype == np.int32
-    assert not len(InFlight(PLAN, keys[:2], (), None).draft_counts(result, output))
+    assert not len(InFlight(PLAN, keys[:2]).draft_counts(result, output))

@@ -9,6 +9,7 @@ from headrace.v1 import common_pb2, gpuworker_pb2
 from scheduler.core.plan import RequestStatus
 from scheduler.outbox import Ending, FirstAdmission, News, NotTaken, Parcel
 from scheduler.rpc import wire
+from scheduler.worker import WorkerRole
 
 
 def column(*values: int) -> bytes:
@@ -44,24 +45,40 @@ def test_a_result_keeps_rows_that_failed_and_their_messages():
     assert result.message_by_failed_row == {3: "not finite"}
 
 
+def worker_message(**fields: object) -> common_pb2.Worker:
+    limits = {
+        "worker_id": "w",
+        "block_size": 16,
+        "num_kv_blocks": 8,
+        "max_num_seqs": 4,
+        "max_num_batched_tokens": 64,
+        "max_model_len": 128,
+        "vocab_size": 1000,
+    }
+    return common_pb2.Worker(**(limits | fields))
+
+
 @pytest.mark.parametrize(
-    "missing", ["worker_id", "block_size", "num_kv_blocks", "max_num_seqs", "max_model_len"]
+    ("field", "value"),
+    [
+        ("worker_id", ""),
+        ("num_spec_tokens", 10**6),
+        *(
+            (name, value)
+            for name in ("block_size", "num_kv_blocks", "max_num_seqs", "max_model_len")
+            for value in (0, 2**31, 2**32 - 1)
+        ),
+    ],
 )
-def test_a_worker_that_lacks_what_scheduling_needs_is_refused(missing):
-    worker = common_pb2.Worker(
-        worker_id="w",
-        block_size=16,
-        num_kv_blocks=8,
-        max_num_seqs=4,
-        max_num_batched_tokens=64,
-        max_model_len=128,
-        vocab_size=1000,
-    )
-    assert wire.worker_info(worker).num_kv_blocks == 8
-    worker.ClearField(missing)
+def test_a_worker_with_limits_that_nothing_can_be_planned_for_is_refused(field, value):
+    assert wire.worker_info(worker_message()).num_kv_blocks == 8
     with pytest.raises(ServiceError) as error:
-        wire.worker_info(worker)
-    assert error.value.field == missing
+        wire.worker_info(worker_message(**{field: value}))
+    assert error.value.field == field
+
+
+def test_a_worker_of_a_later_version_may_have_a_role_of_its_own():
+    assert wire.worker_info(worker_message(role=99)).role is WorkerRole.MIXED
 
 
 def test_every_final_status_has_a_reason_on_the_wire():
