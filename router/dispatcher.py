@@ -223,9 +223,11 @@ class Dispatcher:
         completion = self._in_flight.get(refusal.handle)
         if completion is None:
             return
-        if completion.sent is not None:
+        is_worth_retrying = outcomes.is_worth_retrying(refusal)
+        if is_worth_retrying and completion.sent is not None:
+            # Not for a refusal that is the request's own: the worker takes the next request.
             self.pool.refused(completion.sent.worker)
-        if outcomes.is_worth_retrying(refusal) and completion.num_dispatches < _MAX_DISPATCHES:
+        if is_worth_retrying and completion.num_dispatches < _MAX_DISPATCHES:
             self._take_back(completion)
         else:
             error = outcomes.refused(refusal, completion.request.spec)
