@@ -3,11 +3,21 @@
 This is the router's hot path: it runs once a step for every completion that got tokens.
 """
 
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass, field
 
 from router.core.pauses import UnreadLimits
 from router.core.placement import Pool
-from router.request import Admission, Completion, Logprobs, StepNews
+from router.request import Admission, Completion, Finish, Logprobs, StepNews
+
+
+@dataclass(frozen=True, slots=True)
+class Arrived:
+    """What is to be done about a step: completions with too much unread, and stop strings found."""
+
+    unread: list[Completion] = field(default_factory=list)
+    stop_by_handle: dict[int, str] = field(default_factory=dict)
+    num_dropped_by_handle: dict[int, int] = field(default_factory=dict)  # tokens after a stop
 
 
 class Arrivals:
@@ -28,8 +38,8 @@ class Arrivals:
         self._clock = clock
         self._wall_clock = wall_clock
 
-    def take(self, news: StepNews) -> list[Completion]:
-        """Append what came; returns the completions of which too much is unread.
+    def take(self, news: StepNews) -> Arrived:
+        """Append what came, as far as it counts: nothing does after a stop string.
 
         Handles of completions that the router ended itself are unknown, and skipped.
         """
@@ -37,8 +47,10 @@ class Arrivals:
             self._take_admission(admission)
         for logprobs in news.logprobs:
             self._take_logprobs(logprobs)
-        self._take_drafts(news)
-        return self._take_tokens(news)
+        arrived = self._take_tokens(news)
+        if news.draft_counts:
+            self._take_drafts(news, arrived.num_dropped_by_handle)
+        return arrived
 
     def _take_admission(self, admission: Admission) -> None:
         completion = self._in_flight.get(admission.handle)
@@ -62,29 +74,59 @@ class Arrivals:
             if logprobs.prompt_tokens:
                 completion.prompt_logprobs = logprobs.prompt_tokens
 
-    def _take_drafts(self, news: StepNews) -> None:
-        """Count what speculation brought."""
-        for handle, counts in zip(news.handles, news.draft_counts, strict=False):
+    def _take_drafts(self, news: StepNews, num_dropped_by_handle: Mapping[int, int]) -> None:
+        """Count what speculation brought; of a step's tokens one is the step's own."""
+        columns = zip(news.handles, news.num_new_tokens, news.draft_counts, strict=True)
+        for handle, count, (num_drafts, num_accepted) in columns:
             if (completion := self._in_flight.get(handle)) is not None:
-                completion.request.num_draft_tokens += counts[0]
-                completion.request.num_accepted_draft_tokens += counts[1]
+                num_extra = max(0, count - num_dropped_by_handle.get(handle, 0) - 1)
+                completion.request.num_draft_tokens += num_drafts
+                completion.request.num_accepted_draft_tokens += min(num_accepted, num_extra)
 
-    def _take_tokens(self, news: StepNews) -> list[Completion]:
+    def _take_tokens(self, news: StepNews) -> Arrived:
         in_flight, token_ids, begin = self._in_flight, news.token_ids, 0
-        unread: list[Completion] = []
+        arrived = Arrived()
         crowd = self._unread.crowd(len(in_flight))
+        finish_by_handle = {ended.handle: ended.finish for ended in news.ended}
         for handle, count in zip(news.handles, news.num_new_tokens, strict=True):
             end = begin + count
             completion = in_flight.get(handle)
             if completion is not None:
-                completion.token_ids.extend(token_ids[begin:end])
+                new_token_ids, num_new, stop = token_ids[begin:end], count, None
+                if completion.text.has_stops:
+                    new_token_ids, stop = _read(
+                        completion, new_token_ids, finish_by_handle.get(handle)
+                    )
+                    num_new = len(new_token_ids)
+                completion.token_ids.extend(new_token_ids)
                 request = completion.request
-                request.account.charge_output(count)
+                request.account.charge_output(num_new)
                 if request.timeline.first_token is None:
                     request.timeline.first_token = self._clock()
                 request.wake()
                 num_unread = len(completion.token_ids) - completion.num_streamed
-                if num_unread > completion.max_unread_tokens // crowd:
-                    unread.append(completion)
+                if stop is not None:
+                    del completion.logprobs[num_unread:]
+                    arrived.stop_by_handle[handle] = stop
+                    arrived.num_dropped_by_handle[handle] = count - num_new
+                elif num_unread > completion.max_unread_tokens // crowd:
+                    arrived.unread.append(completion)
             begin = end
-        return unread
+        return arrived
+
+
+def _read(
+    completion: Completion, token_ids: Sequence[int], finish: Finish | None
+) -> tuple[Sequence[int], str | None]:
+    """Look for stop strings in a completion's new tokens; finish: this is its last step.
+
+    Returns:
+        The tokens that count, and the stop string that the last of them completed, if any.
+    """
+    spec = completion.request.spec
+    num_hidden = 1 if finish is not None and spec.hides_last_token(finish) else 0
+    num_tokens, stop = completion.text.read(token_ids[: len(token_ids) - num_hidden])
+    if stop is not None:
+        return token_ids[:num_tokens], stop
+    completion.text.skip(num_hidden)
+    return token_ids, None

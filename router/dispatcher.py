@@ -47,6 +47,10 @@ class CompletionOwner(Protocol):
         """Its scheduler ended it."""
         ...
 
+    def stop_found(self, completion: Completion, stop: str) -> None:
+        """Its last token completed a stop string; it is still in flight."""
+        ...
+
     def completion_failed(self, completion: Completion, error: ServiceError) -> None:
         """It cannot be served; it is still where it was, for the owner to withdraw."""
         ...
@@ -193,7 +197,7 @@ class Dispatcher:
 
     def on_step(self, news: StepNews) -> None:
         """Take one step's news; completions that we ended ourselves are unknown and skipped."""
-        unread = self._arrivals.take(news)
+        arrived = self._arrivals.take(news)
         if self._suspects.has_trial:
             self._on_trial_tokens(news)
         for ended in news.ended:
@@ -203,11 +207,16 @@ class Dispatcher:
                 self._land(completion)
                 self._end_pause(completion)
                 self._suspects.clear(completion.key)
-                self._told().completion_ended(completion, ended.finish)
-        for completion in unread:
-            if completion.finish is None:
-                self._restrain(completion)
-        if news.ended or news.admissions or unread:
+                stop = arrived.stop_by_handle.get(ended.handle)
+                finish = ended.finish if stop is None else Finish(FinishReason.STOP, stop=stop)
+                self._told().completion_ended(completion, finish)
+        for handle, stop in arrived.stop_by_handle.items():
+            if (stopped := self._in_flight.get(handle)) is not None:
+                self._told().stop_found(stopped, stop)
+        for unread in arrived.unread:
+            if unread.finish is None:
+                self._restrain(unread)
+        if news.ended or news.admissions or arrived.unread or arrived.stop_by_handle:
             self.pump()
 
     def _on_trial_tokens(self, news: StepNews) -> None:

@@ -6,9 +6,11 @@ own objects, carried here unread.
 """
 
 import asyncio
+import hashlib
+import struct
 from array import array
-from collections.abc import Sequence
-from dataclasses import dataclass, field
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field, replace
 from enum import IntEnum
 from typing import Protocol
 
@@ -59,8 +61,9 @@ class Spec:
     """What a caller asked for, validated.
 
     sampling is the wire's; other fields repeat of it what the router itself looks at. prompt_field
-    is what the prompt came in, for errors. max_tokens None: as many as fit. is_calls_deadline: the
-    deadline is the gRPC call's own, so the caller expects its status.
+    is what the prompt came in, for errors. max_tokens None: as many as fit. stop_by_token_id has
+    the stop strings that are exactly a control token. is_calls_deadline: the deadline is the gRPC
+    call's own, so the caller expects its status.
     """
 
     request_id: str
@@ -72,6 +75,7 @@ class Spec:
     max_tokens: int | None = None
     min_tokens: int = 0
     stop: Sequence[str] = ()
+    stop_by_token_id: Mapping[int, str] = field(default_factory=dict)
     has_logprobs: bool = False
     has_prompt_logprobs: bool = False
     include_stop_str_in_output: bool = False
@@ -83,6 +87,14 @@ class Spec:
     deadline_unix_s: float | None = None
     is_calls_deadline: bool = False
     traceparent: str = ""
+
+    def hides_last_token(self, finish: Finish) -> bool:
+        """Whether the text leaves out the last token, because it is what stopped a completion."""
+        if finish.reason is not FinishReason.STOP or finish.stop is not None:
+            return False
+        if finish.stop_token_id is None:
+            return not self.keep_special_tokens
+        return not self.include_stop_str_in_output
 
 
 class Completion:
@@ -122,9 +134,32 @@ class Completion:
         self.prompt_logprobs: Sequence[object] = ()
         self.finish: Finish | None = None
 
+    def end(self, finish: Finish) -> None:
+        """Set how the completion ended, as its text has it.
+
+        A stop string may be the token that ended the completion, or be completed by the end of
+        the text.
+        """
+        spec, suffix = self.request.spec, ""
+        if finish.reason is FinishReason.STOP and finish.stop is None and self.token_ids:
+            stop = spec.stop_by_token_id.get(self.token_ids[-1])
+            finish = replace(finish, stop=stop)
+            if stop is not None and spec.include_stop_str_in_output:
+                suffix = stop
+        # Without stop strings the stream reads the tokens, and closes the text, when it sends it.
+        if self.text.has_stops and (found := self.text.close(suffix)) is not None:
+            finish = Finish(FinishReason.STOP, stop=found)
+        self.finish = finish
+
     @property
     def seed(self) -> int:
-        return (self.request.spec.seed + self.index) % 2**64
+        """The request's seed for the first completion; a hash of seed and index for the others."""
+        seed = self.request.spec.seed
+        if not self.index:
+            return seed
+        # Sums of the two would give requests with seeds side by side the same completions.
+        digest = hashlib.blake2b(struct.pack("<QI", seed, self.index), digest_size=8).digest()
+        return int.from_bytes(digest, "little")
 
     @property
     def worker_id(self) -> str:

@@ -227,15 +227,6 @@ class Router:
         for request_id in list(self._reservations):
             self.abort(request_id)
 
-    def stop_found(self, completion: Completion, stop: str, num_tokens: int) -> None:
-        """The stream found a stop string; only the first num_tokens tokens count."""
-        del completion.token_ids[num_tokens:]
-        finish = Finish(FinishReason.STOP, stop=stop)
-        if completion.finish is None:
-            self._end(completion, finish)
-            self.dispatcher.pump()
-        completion.finish = finish
-
     def expire(self) -> float | None:
         """End what is late, or paused for too long.
 
@@ -271,6 +262,10 @@ class Router:
         if finish.reason is FinishReason.ERROR:
             self._fail(completion.request, outcomes.failed(finish.message))
 
+    def stop_found(self, completion: Completion, stop: str) -> None:
+        """Its last token completed a stop string."""
+        self._end(completion, Finish(FinishReason.STOP, stop=stop))
+
     def completion_failed(self, completion: Completion, error: ServiceError) -> None:
         """No scheduler takes it, or its client does not read."""
         self._fail(completion.request, error)
@@ -296,7 +291,7 @@ class Router:
 
     def _finish(self, completion: Completion, finish: Finish) -> None:
         request = completion.request
-        completion.finish = finish
+        completion.end(finish)
         if request.is_finished:
             request.timeline.ended = self._clock()
             self._deadlines.remove(request.number)

@@ -2,7 +2,8 @@
 
 The reader of a scheduler's stream only appends token ids. Text is made here, by the task that
 writes to the client, from everything that came since its last message: a client that reads
-slowly gets fewer and larger messages, and holds up nobody else.
+slowly gets fewer and larger messages, and holds up nobody else. Only where there are stop strings
+is text made as tokens come (see `text.completion`).
 """
 
 from collections.abc import AsyncGenerator, Sequence
@@ -11,7 +12,6 @@ from dataclasses import dataclass
 from router import outcomes
 from router.request import Completion, Finish, FinishReason, Request
 from router.router import Router
-from router.text.completion import Advance
 
 # Tokens of one message, over all completions: gRPC clients take 4 MiB unless told otherwise.
 _MAX_TOKENS = 32_768
@@ -117,59 +117,42 @@ def _take(completion: Completion, router: Router, echo: str) -> Delta | None:
     begin, finish = completion.num_streamed, completion.finish
     spec = completion.request.spec
     most = _MAX_TOKENS_WITH_LOGPROBS if spec.has_logprobs else _MAX_TOKENS
-    token_ids = completion.token_ids[begin : begin + most // spec.n]
-    if begin + len(token_ids) < len(completion.token_ids):
+    if not completion.text.has_stops:
+        _read(completion, begin, begin + most // spec.n)
+    piece = completion.text.take(most // spec.n)
+    end = begin + piece.num_tokens
+    if end < len(completion.token_ids):
         # The rest, and the end, are for the next message.
         finish = None
         completion.request.wake()
-    if not token_ids and finish is None:
+    if begin == end and finish is None:
         return None
-    advance = _advance(completion, token_ids, finish)
-    num_tokens = advance.num_tokens
-    if advance.stop is not None:
-        router.stop_found(completion, advance.stop, begin + num_tokens)
-        token_ids, finish = token_ids[:num_tokens], completion.finish
-    logprobs = completion.logprobs[:num_tokens]
-    del completion.logprobs[:num_tokens]
-    completion.num_streamed = begin + num_tokens
+    logprobs = completion.logprobs[: piece.num_tokens]
+    del completion.logprobs[: piece.num_tokens]
+    completion.num_streamed = end
     if completion.is_paused:
         router.dispatcher.has_read(completion)
-    text, text_offsets = advance.text, advance.text_offsets
+    text, text_offsets = piece.text, piece.text_offsets
     if echo:
         text = text if completion.has_echoed else echo + text
         completion.has_echoed = True
         text_offsets = [offset + len(echo) for offset in text_offsets]
+    token_ids = completion.token_ids[begin:end]
     return Delta(completion.index, text, token_ids, begin, finish, logprobs, text_offsets)
 
 
-def _advance(completion: Completion, token_ids: Sequence[int], finish: Finish | None) -> Advance:
-    """Turn tokens to text; the last one of a finished completion may have none."""
-    text = completion.text
-    if finish is None:
-        return text.push(token_ids)
-    num_silent = 1 if token_ids and _ends_silently(completion, finish) else 0
-    shown = token_ids[: len(token_ids) - num_silent]
-    advance = text.push(shown)
-    if advance.stop is not None:
-        return advance
-    silent = text.push_silent(token_ids[len(shown) :])
-    rest = text.finish()
-    return Advance(
-        advance.text + rest.text,
-        len(token_ids),
-        rest.stop,
-        [*advance.text_offsets, *silent.text_offsets],
-    )
-
-
-def _ends_silently(completion: Completion, finish: Finish) -> bool:
-    """Whether the last token is the one that stopped it, which is left out of the text."""
-    if finish.reason is not FinishReason.STOP or finish.stop is not None:
-        return False
-    spec = completion.request.spec
-    if finish.stop_token_id is None:
-        return not spec.keep_special_tokens
-    return not spec.include_stop_str_in_output
+def _read(completion: Completion, begin: int, end: int) -> None:
+    """Turn tokens to text, which nobody has done yet where there are no stop strings."""
+    finish = completion.finish
+    token_ids = completion.token_ids[begin:end]
+    if finish is None or end < len(completion.token_ids):
+        completion.text.read(token_ids)
+        return
+    is_hidden = bool(token_ids) and completion.request.spec.hides_last_token(finish)
+    num_shown = len(token_ids) - is_hidden
+    completion.text.read(token_ids[:num_shown])
+    completion.text.skip(len(token_ids) - num_shown)
+    completion.text.close()
 
 
 def _raise_if_nothing_came(request: Request) -> None:

@@ -178,7 +178,11 @@ class SamplingParams(_message.Message):
     min_p: _builtins.float
     """Drop tokens less likely than min_p times the likeliest. [0, 1]; 0 (default) is off."""
     seed: _builtins.int
-    """The n-th token of a request depends on the seed and n alone. Unset: chosen by the router."""
+    """Each token of a completion depends on the seed and the token's position alone. Of n
+    completions the first uses the seed as it is, and each other one a seed derived from the seed
+    and its index, so that requests with different seeds share no completion. Unset: chosen by the
+    router.
+    """
     repetition_penalty: _builtins.float
     """Divides (or multiplies) logits of tokens seen in prompt or output. > 0; unset is 1 (off)."""
     presence_penalty: _builtins.float
@@ -188,7 +192,9 @@ class SamplingParams(_message.Message):
     max_tokens: _builtins.int
     """Most tokens to generate. Unset: as many as the model's max_model_len leaves. 0 is an error."""
     min_tokens: _builtins.int
-    """No EOS, stop token or repetition ends the request before this many tokens. Default 0."""
+    """No EOS, stop token, stop string or repetition ends the request within this many tokens.
+    Default 0.
+    """
     ignore_eos: _builtins.bool
     """Go on after the model's end-of-sequence token. Default false."""
     n: _builtins.int
@@ -205,7 +211,12 @@ class SamplingParams(_message.Message):
 
     @_builtins.property
     def stop(self) -> _containers.RepeatedScalarFieldContainer[_builtins.str]:
-        """Text that ends the request; nothing of it is sent. At most 16, each 1 to 256 bytes."""
+        """Text that ends the request at the token that completes it, wherever it began in the output; of
+        several that a token completes, the first to be complete, and the longest of those. Nothing of
+        it is sent, unless include_stop_str_in_output is set. A stop string that is complete within the
+        first min_tokens tokens is ordinary text. A stop string that is exactly a control token of the
+        model (e.g. <|im_end|>) also ends the request at that token. At most 16, each 1 to 256 bytes.
+        """
 
     @_builtins.property
     def stop_token_ids(self) -> _containers.RepeatedScalarFieldContainer[_builtins.int]:

@@ -86,6 +86,7 @@ class InferenceServicer:
             bounds,
             request_id=reservation.request_id,
             model=model_name,
+            stop_by_token_id=wire.control_stops(request.sampling, model.tokenizer),
             deadline_unix_s=_call_deadline(context),
             traceparent=telemetry.current_traceparent(),
         )

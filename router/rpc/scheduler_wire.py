@@ -73,6 +73,7 @@ def to_submission(completion: Completion) -> scheduler_pb2.Submission:
     submission.sampling.seed = completion.seed
     submission.sampling.max_tokens = request.max_tokens
     submission.sampling.n = 1
+    submission.sampling.stop_token_ids.extend(spec.stop_by_token_id)
     del submission.sampling.stop[:]
     del submission.sampling.bad_words[:]
     return submission

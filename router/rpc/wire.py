@@ -7,7 +7,7 @@ what it must be.
 
 import re
 import secrets
-from collections.abc import Collection, Sequence
+from collections.abc import Collection, Mapping, Sequence
 from dataclasses import dataclass
 
 import numpy as np
@@ -97,6 +97,7 @@ def to_spec(
     *,
     request_id: str,
     model: str,
+    stop_by_token_id: Mapping[int, str],
     deadline_unix_s: float | None,
     traceparent: str,
 ) -> Spec:
@@ -121,6 +122,7 @@ def to_spec(
         max_tokens=sampling.max_tokens if sampling.HasField("max_tokens") else None,
         min_tokens=sampling.min_tokens,
         stop=tuple(sampling.stop),
+        stop_by_token_id=stop_by_token_id,
         has_logprobs=sampling.HasField("logprobs"),
         has_prompt_logprobs=sampling.HasField("prompt_logprobs"),
         include_stop_str_in_output=request.include_stop_str_in_output,
@@ -242,6 +244,17 @@ def _check_bad_words(sampling: common_pb2.SamplingParams, vocab_size: int) -> No
             refuse(name, f"must have 1 to {_MAX_BAD_WORD_TOKENS} tokens", num_tokens)
         if max(sequence.ids) >= vocab_size:
             refuse(name, f"must be below {vocab_size}", max(sequence.ids))
+
+
+def control_stops(
+    sampling: common_pb2.SamplingParams, tokenizer: TextTokenizer
+) -> Mapping[int, str]:
+    """The stop strings that are exactly a control token, by its id.
+
+    Text leaves out control tokens, so these are found as tokens.
+    """
+    ids = tokenizer.special_id_by_token
+    return {ids[stop]: stop for stop in sampling.stop if stop in ids}
 
 
 def add_bad_token_ids(sampling: common_pb2.SamplingParams, tokenizer: TextTokenizer) -> None:

@@ -1,30 +1,40 @@
-"""The text of one completion: tokens in, what may be shown out, until a stop string is found."""
+"""The text of one completion: tokens are read into it, and text is taken out for the client.
 
+Where a request has stop strings, tokens are read as they come, so that a stop string is found
+whatever the client does. Elsewhere they are read when the client is about to be sent something:
+many tokens at once cost much less than one at a time.
+"""
+
+from collections import deque
 from collections.abc import Sequence
 from dataclasses import dataclass
 
 from router.text.detokenizer import Detokenizer
 from router.text.stop_strings import StopScanner
 
+# Text is kept in pieces of at least so many tokens: a string for each token takes too much memory.
+_PIECE_TOKENS = 256
 
-@dataclass(frozen=True, slots=True)
-class Advance:
-    """What some tokens gave.
 
-    num_tokens of them count: all, or those up to the one that completed stop, the stop string
-    found. text_offsets has one entry for each that counts, or none when not asked for.
+@dataclass(slots=True)
+class Piece:
+    """Text of num_tokens tokens.
+
+    text_offsets has one entry for each token, or none when they were not asked for.
     """
 
-    text: str
     num_tokens: int
-    stop: str | None = None
+    text: str
     text_offsets: Sequence[int] = ()
 
 
 class CompletionText:
-    """Owns one completion's detokenizer and stop scanner."""
+    """Owns one completion's detokenizer and stop scanner, and the text that is not taken yet."""
 
-    __slots__ = ("_detokenizer", "_has_offsets", "_num_tokens", "_num_unscanned", "_scanner")
+    __slots__ = (
+        "_detokenizer", "_has_offsets", "_is_closed", "_num_unstoppable", "_offsets", "_pieces",
+        "_scanner", "has_stops",
+    )  # fmt: skip
 
     def __init__(
         self,
@@ -34,47 +44,83 @@ class CompletionText:
         min_tokens: int = 0,
         has_offsets: bool = False,
     ) -> None:
-        """The text of the first min_tokens tokens is not searched for stop strings."""
+        """A stop string counts when a token after the first min_tokens completes it."""
+        self.has_stops = scanner is not None
         self._detokenizer = detokenizer
         self._scanner = scanner
-        self._num_unscanned = min_tokens
+        self._num_unstoppable = min_tokens
         self._has_offsets = has_offsets
-        self._num_tokens = 0
+        self._is_closed = False
+        self._offsets: list[int] = []
+        self._pieces: deque[Piece] = deque()
 
-    def push(self, token_ids: Sequence[int]) -> Advance:
-        """Take tokens, in order; after a stop string is found, push no more."""
+    def read(self, token_ids: Sequence[int]) -> tuple[int, str | None]:
+        """Read new tokens, in order.
+
+        Returns:
+            How many of them count, and the stop string that the last of these completed, if any.
+            Once a stop string is found the text is closed.
+        """
         if self._scanner is None and not self._has_offsets:
-            return Advance(self._detokenizer.push(token_ids), len(token_ids))
-        parts: list[str] = []
-        offsets: list[int] = []
+            self._add(len(token_ids), self._detokenizer.push(token_ids))
+            return len(token_ids), None
         for count, token_id in enumerate(token_ids, start=1):
-            offsets.append(self._detokenizer.num_chars)
+            if self._has_offsets:
+                self._offsets.append(self._detokenizer.num_chars)
             text, stop = self._scan(self._detokenizer.push((token_id,)))
-            parts.append(text)
+            self._add(1, text)
             if stop is not None:
-                return Advance("".join(parts), count, stop, self._offsets(offsets))
-        return Advance("".join(parts), len(token_ids), None, self._offsets(offsets))
+                self._is_closed = True
+                return count, stop
+        return len(token_ids), None
 
-    def push_silent(self, token_ids: Sequence[int]) -> Advance:
-        """Take tokens that have no text of their own: the one that stopped the request."""
-        offsets = [self._detokenizer.num_chars] * len(token_ids)
-        return Advance("", len(token_ids), None, self._offsets(offsets))
+    def skip(self, num_tokens: int) -> None:
+        """Count tokens that are not shown: the one that stopped the request."""
+        if self._has_offsets:
+            self._offsets.extend([self._detokenizer.num_chars] * num_tokens)
+        self._add(num_tokens, "")
 
-    def finish(self) -> Advance:
-        """The rest, now that no more tokens come; it may complete a stop string yet."""
-        text = self._detokenizer.finish()
-        if self._scanner is None:
-            return Advance(text, 0)
-        shown, stop = self._scanner.push(text) if text else ("", None)
-        return Advance(shown if stop else shown + self._scanner.finish(), 0, stop)
+    def close(self, suffix: str = "") -> str | None:
+        """Show what is held back, now that no more tokens come, and then the suffix.
+
+        Returns:
+            The stop string that what was held back completed, if any.
+        """
+        if self._is_closed:
+            return None
+        self._is_closed = True
+        text, stop = self._detokenizer.finish(), None
+        if self._scanner is not None:
+            text, stop = self._scanner.push(text)
+            if stop is None:
+                text += self._scanner.finish() + suffix
+        self._add(0, text)
+        return stop
+
+    def take(self, max_tokens: int) -> Piece:
+        """The text of at most about max_tokens tokens that were read and not taken yet."""
+        if not self._pieces:
+            return Piece(0, "")
+        taken = self._pieces.popleft()
+        while self._pieces and taken.num_tokens + self._pieces[0].num_tokens <= max_tokens:
+            piece = self._pieces.popleft()
+            taken.num_tokens += piece.num_tokens
+            taken.text += piece.text
+        taken.text_offsets = self._offsets[: taken.num_tokens]
+        del self._offsets[: taken.num_tokens]
+        return taken
 
     def _scan(self, text: str) -> tuple[str, str | None]:
         if self._scanner is None:
             return text, None
-        self._num_tokens += 1
-        if self._num_tokens <= self._num_unscanned:
-            return text, None
-        return self._scanner.push(text)
+        may_stop = self._num_unstoppable == 0
+        if not may_stop:
+            self._num_unstoppable -= 1
+        return self._scanner.push(text, may_stop=may_stop)
 
-    def _offsets(self, offsets: list[int]) -> Sequence[int]:
-        return offsets if self._has_offsets else ()
+    def _add(self, num_tokens: int, text: str) -> None:
+        if self._pieces and self._pieces[-1].num_tokens < _PIECE_TOKENS:
+            self._pieces[-1].num_tokens += num_tokens
+            self._pieces[-1].text += text
+        else:
+            self._pieces.append(Piece(num_tokens, text))

@@ -63,6 +63,12 @@ class StopStrings:
             state = self.fallback[state]
         return self.next_by_char[state].get(char, 0)
 
+    def shortened(self, state: int) -> int:
+        """The state without those of its last characters that no stop string goes on from."""
+        while state and not self.next_by_char[state]:
+            state = self.fallback[state]
+        return state
+
 
 class StopScanner:
     """Where one text stands; owns the characters it holds back."""
@@ -76,8 +82,12 @@ class StopScanner:
         self._state = 0
         self._held = ""
 
-    def push(self, text: str) -> tuple[str, str | None]:
-        """What may be shown now, and the stop string found; after one is found, push no more."""
+    def push(self, text: str, *, may_stop: bool = True) -> tuple[str, str | None]:
+        """What may be shown now, and the stop string found; after one is found, push no more.
+
+        A stop string that is complete in text that may not stop is ordinary text; one that begins
+        there and is completed later is found.
+        """
         automaton = self._automaton
         state = self._state
         if not state and not any(char in text for char in automaton.first_chars):
@@ -85,7 +95,9 @@ class StopScanner:
         for position, char in enumerate(text):
             state = automaton.step(state, char)
             length = automaton.matched_len[state]
-            if length:
+            if length and not may_stop:
+                state = automaton.shortened(state)
+            elif length:
                 seen = self._held + text[: position + 1]
                 begin = len(seen) - length
                 self._held, self._state = "", 0

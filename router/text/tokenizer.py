@@ -42,7 +42,9 @@ class TextTokenizer:
         for token, token_id in id_by_token.items():
             tokens[token_id] = token
         added = tokenizer.get_added_tokens_decoder()
-        self.special_ids = frozenset(i for i, token in added.items() if token.special)
+        special = {token.content: i for i, token in added.items() if token.special}
+        self.special_id_by_token: Mapping[str, int] = special
+        self.special_ids = frozenset(special.values())
         self._decoding = compile_decoder(_decoder_of(tokenizer), tokens, self.special_ids)
         self._bound = compile_bound(tokenizer)
 

@@ -169,7 +169,7 @@ def test_however_it_ends_in_a_pause_nothing_is_left(ending):
             slow.links["s"].paused.clear()
             slow.step(ends=list(slow.links["s"].sent))
         case "stop string":
-            slow.router.stop_found(completion, "A", 4)
+            slow.router.stop_found(completion, "A")
     assert request.is_finished
     assert not completion.is_paused
     assert slow.router.expire() is None

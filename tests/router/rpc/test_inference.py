@@ -100,6 +100,29 @@ async def test_tells_the_scheduler_everything_but_text(stack):
     assert sampling.HasField("temperature")
 
 
+async def test_the_first_of_n_completions_has_the_requests_seed_and_no_two_share_one(stack):
+    seeds = []
+    for seed, n in [(77, 1), (77, 3), (78, 3), (2**64 - 1, 16), (77, 3)]:
+        stack.scheduler.submissions.clear()
+        await stack.answer(sampling={"seed": seed, "n": n, "max_tokens": 1})
+        seeds.append([s.sampling.seed for s in stack.scheduler.submissions])
+    alone, three, others, many, again = seeds
+    assert alone == three[:1] == [77]
+    assert again == three
+    assert len({*three, *others, *many}) == 3 + 3 + 16
+
+
+async def test_a_stop_string_that_is_a_control_token_reaches_the_scheduler_as_a_token(stack):
+    stack.scheduler.script = lambda _: Script(
+        [*ids("hello"), END], common_pb2.FINISH_REASON_STOP, stop_token_id=END
+    )
+    sampling = {"stop": ["zzz", "<|end|>"], "stop_token_ids": [5], "max_tokens": 9}
+    messages = await stack.answer(sampling=sampling)
+    sampling = stack.scheduler.submissions[0].sampling
+    assert (list(sampling.stop), list(sampling.stop_token_ids)) == ([], [5, END])
+    assert (text_of(messages), outputs(messages)[-1].stop) == ("hello", "<|end|>")
+
+
 async def test_bad_words_reach_the_scheduler_as_tokens(stack):
     own = [{"ids": [7, 8]}]
     await stack.answer(sampling={"bad_words": ["hello"], "bad_token_ids": own, "max_tokens": 2})
@@ -165,8 +188,9 @@ async def test_a_stop_string_in_the_last_tokens_needs_no_cancelling(stack):
     assert text_of(messages) == "a "
 
 
-async def test_n_completions_have_their_own_seeds_and_share_a_stream(stack):
-    stack.scheduler.script = lambda s: Script(ids(["hello", "world", "he"][s.sampling.seed - 7]))
+async def test_n_completions_share_a_stream(stack):
+    texts = {"r#0": "hello", "r#1": "world", "r#2": "he"}
+    stack.scheduler.script = lambda s: Script(ids(texts[s.request_id]))
     messages = await stack.answer(request_id="r", sampling={"n": 3, "seed": 7, "max_tokens": 20})
     assert [text_of(messages, index) for index in range(3)] == ["hello", "world", "he"]
     assert [s.request_id for s in stack.scheduler.submissions] == ["r#0", "r#1", "r#2"]

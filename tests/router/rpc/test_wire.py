@@ -28,7 +28,13 @@ def request(**fields):
 def check(message):
     wire.check_tenant(message.tenant)
     spec = wire.to_spec(
-        message, BOUNDS, request_id="r", model=MODEL, deadline_unix_s=None, traceparent=""
+        message,
+        BOUNDS,
+        request_id="r",
+        model=MODEL,
+        stop_by_token_id={},
+        deadline_unix_s=None,
+        traceparent="",
     )
     return spec, wire.to_prompt(message, BOUNDS)
 

@@ -11,9 +11,9 @@ LETTERS = st.text(alphabet="abé", max_size=30)
 STOPS = st.lists(st.text(alphabet="abé", min_size=1, max_size=5), min_size=1, max_size=5)
 
 
-def by_definition(text, stops):
-    """The first to be complete, reading on; of several at once the longest."""
-    for end in range(1, len(text) + 1):
+def by_definition(text, stops, begin=0):
+    """The first to be complete after begin, reading on; of several at once the longest."""
+    for end in range(begin + 1, len(text) + 1):
         found = [stop for stop in stops if text[:end].endswith(stop)]
         if found:
             longest = max(found, key=len)
@@ -38,6 +38,22 @@ def scan(text, stops, cuts, *, includes_stop=False):
 def test_equals_the_naive_definition_however_the_text_is_cut(text, stops, cuts):
     shown, stop = scan(text, stops, cuts)
     assert ("".join(shown), stop) == by_definition(text, stops)
+
+
+@given(text=LETTERS, stops=STOPS, begin=st.integers(0, 30))
+def test_what_is_complete_in_text_that_may_not_stop_is_ordinary_text(text, stops, begin):
+    scanner = StopScanner(StopStrings(stops))
+    shown, stop = "", None
+    for position, char in enumerate(text):
+        piece, stop = scanner.push(char, may_stop=position >= begin)
+        shown += piece
+        if stop is not None:
+            break
+    else:
+        shown += scanner.finish()
+    expected, expected_stop = by_definition(text, stops, begin)
+    assert stop == expected_stop
+    assert shown == expected
 
 
 @given(text=LETTERS, stops=STOPS)
