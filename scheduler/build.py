@@ -1,6 +1,5 @@
 """Builds a pool whose engines run our scheduling core."""
 
-import logging
 from collections.abc import Callable, Mapping
 from dataclasses import replace
 from pathlib import Path
@@ -13,8 +12,6 @@ from scheduler.pool import Pool
 from scheduler.replay.recording import Recording, path_for
 from scheduler.switchboard import Switchboard
 from scheduler.worker import WorkerConnector, WorkerInfo, WorkerStream
-
-logger = logging.getLogger(__name__)
 
 
 def core_config(info: WorkerInfo, settings: SchedulerSettings) -> SchedulerConfig:
@@ -94,12 +91,8 @@ def _recording(
     *,
     is_only_worker: bool,
 ) -> Recording | None:
-    """A new recording of a worker's core, if it is to be recorded and can be."""
+    """A new recording of a worker's core, if it is to be recorded."""
     if not settings.record:
         return None
     path = path_for(Path(settings.record), info.worker_id, is_only_worker=is_only_worker)
-    try:
-        return Recording(config, path, max_bytes=settings.record_max_bytes)
-    except OSError as error:
-        logger.warning("cannot record to %s: %s", path, error.strerror)
-        return None
+    return Recording(config, path, max_bytes=settings.record_max_bytes)

@@ -159,7 +159,7 @@ class Engine:
         finally:
             self._stream.close()
             if self._recording is not None:
-                self._recording.close()
+                await self._recording.close()
 
     def take_requests(self) -> list[LiveRequest]:
         """Requests unfinished when `run` ended, oldest first, with the tokens published so far.

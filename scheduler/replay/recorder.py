@@ -74,31 +74,34 @@ class Recorder(SchedulerCore):
         super().__init__(config, max_walked_rows=max_walked_rows)
         self._emit = emit
         self._max_crc_blocks = max_crc_blocks
+        self._is_stopped = False
         self._step: Record = {}
         self._phase = _Phase.NONE
         self._num_steps = 0
+        # Of live requests.
         self._name_by_key: dict[int, str] = {}
+        # Used in the file that is written now.
         self._names: set[str] = set()
         # Of each step without a result: its number here, and its requests' names and rows.
         self._flights: dict[int, tuple[int, list[str], list[int]]] = {}
         self._finished: list[str] = []
-        # Cached tokens of each request's first admission; -1 once they have been told.
+        # Cached tokens of each live request's first admission; -1 once they have been told.
         self._first_cached: dict[str, int] = {}
 
     def add_request(self, request: NewRequest, now: float) -> None:
-        self._enter(_Phase.ADD)
-        name = request.request_id
-        if name in self._names:
-            name = f"{name}~{request.key}"
-        self._names.add(name)
-        self._name_by_key[request.key] = name
-        self._step.setdefault("add", []).append(name)
-        self._step.setdefault("requests", {})[name] = request_record(request, self._num_steps)
+        if self._enter(_Phase.ADD):
+            name = request.request_id
+            if name in self._names:
+                name = f"{name}~{request.key}"
+            self._names.add(name)
+            self._name_by_key[request.key] = name
+            self._step.setdefault("add", []).append(name)
+            self._step.setdefault("requests", {})[name] = request_record(request, self._num_steps)
         super().add_request(request, now)
 
     def mark_ready(self, request_id: str) -> None:
-        self._enter(_Phase.READY)
-        self._step.setdefault("ready", []).append(request_id)
+        if self._enter(_Phase.READY):
+            self._step.setdefault("ready", []).append(request_id)
         super().mark_ready(request_id)
 
     def pause_request(self, key: int) -> bool:
@@ -112,47 +115,46 @@ class Recorder(SchedulerCore):
     def abort(
         self, key: int, status: RequestStatus = RequestStatus.ABORTED
     ) -> FinishedRequest | None:
-        if key not in self.state.requests:
-            return None
         is_mid = self._phase in {_Phase.SCHEDULE, _Phase.ABORT_MID}
-        self._enter(_Phase.ABORT_MID if is_mid else _Phase.ABORT)
-        name = self._name_by_key[key]
-        self._step.setdefault("abort_mid" if is_mid else "abort", []).append(name)
+        phase, field = (_Phase.ABORT_MID, "abort_mid") if is_mid else (_Phase.ABORT, "abort")
+        if key in self.state.requests and self._enter(phase):
+            self._step.setdefault(field, []).append(self._name_by_key[key])
         finished = super().abort(key, status)
-        assert finished is not None, f"{name} is unfinished"
-        self._note_finished((finished,))
+        if finished is not None:
+            self._note_finished((finished,))
         return finished
 
     def set_pause(self, pause: Pause) -> None:
-        self._enter(_Phase.CONTROL)
-        self._step.setdefault("ctl", []).append(["pause", pause.value])
+        if self._enter(_Phase.CONTROL):
+            self._step.setdefault("ctl", []).append(["pause", pause.value])
         super().set_pause(pause)
 
     def reset_prefix_cache(self, *, reset_running: bool) -> ResetOutcome:
-        self._enter(_Phase.CONTROL)
+        is_recorded = self._enter(_Phase.CONTROL)
         outcome = super().reset_prefix_cache(reset_running=reset_running)
-        names = [self._name_by_key[key] for key in outcome.preempted_keys]
-        self._step.setdefault("ctl", []).append(
-            ["reset_prefix_cache", reset_running, outcome.is_reset, names]
-        )
+        if is_recorded:
+            names = [self._name_by_key[key] for key in outcome.preempted_keys]
+            self._step.setdefault("ctl", []).append(
+                ["reset_prefix_cache", reset_running, outcome.is_reset, names]
+            )
         return outcome
 
     def schedule(self, now: float, *, throttle_prefills: bool = False) -> StepPlan:
-        self._enter(_Phase.SCHEDULE)
-        if throttle_prefills:
-            self._step["throttle"] = True
-        if now:
-            self._step["now"] = now
+        is_recorded = self._enter(_Phase.SCHEDULE)
         plan = super().schedule(now, throttle_prefills=throttle_prefills)
-        self._note_finished(plan.expired)
-        self._step["sched"] = self._plan_record(plan)
+        if is_recorded:
+            if throttle_prefills:
+                self._step["throttle"] = True
+            if now:
+                self._step["now"] = now
+            self._note_finished(plan.expired)
+            self._step["sched"] = self._plan_record(plan)
         return plan
 
     def update(self, result: StepResult, now: float) -> StepOutput:
-        if result.step_id not in self._flights:
-            # Of an empty step, whose plan is in the file before.
+        # A result of an empty step has no flight here: the plan is in the file before.
+        if result.step_id not in self._flights or not self._enter(_Phase.UPDATE):
             return super().update(result, now)
-        self._enter(_Phase.UPDATE)
         number, names, rows = self._flights[result.step_id]
         # An empty step before it may have stayed without a result.
         self._flights = {i: flight for i, flight in self._flights.items() if i > result.step_id}
@@ -179,9 +181,13 @@ class Recorder(SchedulerCore):
     def update_drafts(
         self, keys: list[int], num_drafts: Int32Array, draft_token_ids: Int32Array
     ) -> None:
-        self._enter(_Phase.DRAFTS)
-        names = [self._name_by_key[key] for key in keys]
-        self._step["drafts"] = _split(names, num_drafts, draft_token_ids)
+        if self._enter(_Phase.DRAFTS):
+            drafts = _split(keys, num_drafts, draft_token_ids)
+            self._step["drafts"] = {
+                self._name_by_key[key]: tokens
+                for key, tokens in drafts.items()
+                if key in self._name_by_key  # others have ended
+            }
         super().update_drafts(keys, num_drafts, draft_token_ids)
 
     def header(self, name: str) -> Record:
@@ -194,8 +200,7 @@ class Recorder(SchedulerCore):
         record = header(self.config, name)
         if not self._num_steps:
             return record
-        self._name_by_key = {key: self._name_by_key[key] for key in self.state.requests}
-        self._names = set(self._name_by_key.values())
+        self.forget_names()
         flights = self.state.flights
         self._flights = {flight.step_id: self._flights[flight.step_id] for flight in flights}
         live = self.state.requests.items()
@@ -206,9 +211,7 @@ class Recorder(SchedulerCore):
             "step": self._num_steps,
             "state": snapshot.take(self.state, self._name_by_key),
             "finished_ids": list(self._finished),
-            "first_cached": {
-                name: cached for name, cached in self._first_cached.items() if name in self._names
-            },
+            "first_cached": dict(self._first_cached),
             "flights": [flight[:2] for flight in self._flights.values()],
         }
         return record
@@ -223,6 +226,20 @@ class Recorder(SchedulerCore):
         for (number, names), flight in zip(start["flights"], self.state.flights, strict=True):
             self._flights[flight.step_id] = (number, names, flight.rows.tolist())
 
+    def forget_names(self) -> None:
+        """Let the names of requests that ended be used again: they are in no record any more."""
+        self._names = set(self._name_by_key.values())
+
+    def stop(self) -> None:
+        """Record nothing from now on: a plain SchedulerCore is left."""
+        self._is_stopped = True
+        self._phase = _Phase.NONE
+        for noted in (
+            *(self._step, self._name_by_key, self._names),
+            *(self._flights, self._finished, self._first_cached),
+        ):
+            noted.clear()
+
     def end_step(self) -> None:
         """Close the step's record: the next event belongs to a new one."""
         if self._phase is _Phase.NONE:
@@ -236,18 +253,26 @@ class Recorder(SchedulerCore):
         self._phase = _Phase.NONE
         self._emit(step)
 
-    def _enter(self, phase: _Phase) -> None:
+    def _enter(self, phase: _Phase) -> bool:
+        """Whether the event is to be recorded; a new step's record begins with it if it must."""
         if phase < self._phase or (phase == self._phase and phase in _ONCE):
             self.end_step()
-        self._phase = phase
+        if not self._is_stopped:
+            self._phase = phase
+        return not self._is_stopped
 
     def _note_client(self, action: str, key: int) -> None:
-        if key in self.state.requests:
-            self._enter(_Phase.CLIENT)
+        if key in self.state.requests and self._enter(_Phase.CLIENT):
             self._step.setdefault("client", []).append([action, self._name_by_key[key]])
 
     def _note_finished(self, finished: tuple[FinishedRequest, ...]) -> None:
-        self._finished += [self._name_by_key[one.key] for one in finished]
+        """Note that requests ended; their names are forgotten but for this file's uniqueness."""
+        if self._is_stopped:
+            return
+        for one in finished:
+            name = self._name_by_key.pop(one.key)
+            self._first_cached.pop(name, None)
+            self._finished.append(name)
 
     def _plan_record(self, plan: StepPlan) -> Record:
         requests = self.state.table.requests
