@@ -32,6 +32,7 @@ def core_config(info: WorkerInfo, settings: SchedulerSettings) -> SchedulerConfi
         max_num_batched_tokens=token_budget,
         max_num_seqs=_narrowed(info.max_num_seqs, settings.max_num_seqs),
         long_prefill_token_threshold=settings.long_prefill_token_threshold or half,
+        long_prefill_share=settings.long_prefill_share,
         policy=settings.policy,
         priority_preemption=settings.priority_preemption,
         enable_prefix_caching=settings.enable_prefix_caching,

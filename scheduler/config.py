@@ -28,6 +28,15 @@ class SchedulerSettings(msgspec.Struct, frozen=True, forbid_unknown_fields=True)
     long_prefill_token_threshold: Annotated[
         int, help_text("Tokens a step that one request gets, at most; 0: half a step's.", ge=0)
     ] = 0
+    long_prefill_share: Annotated[
+        float,
+        help_text(
+            "Fraction of a step, decodes aside, that prompts above that threshold share while"
+            " shorter ones wait or run; 1: no limit.",
+            gt=0,
+            le=1,
+        ),
+    ] = 0.5
     watermark: Annotated[
         float, help_text("Fraction of the KV blocks kept free when admitting.", ge=0, lt=1)
     ] = 0.0

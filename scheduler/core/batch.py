@@ -47,6 +47,7 @@ class StepBatch:
         "grown_rows",
         "has_drafts",
         "is_deferring_prefills",
+        "long_budget",
         "now",
         "num_behind_head",
         "passed_over",
@@ -59,6 +60,7 @@ class StepBatch:
         self.step_id = step_id
         self.now = now
         self.budget = budget
+        self.long_budget = budget  # what of it long prefills may use
         self.is_deferring_prefills = False
         self.has_drafts = False
         # In plan order: those scheduled together, then those scheduled one by one since, each as

@@ -87,6 +87,7 @@ class History:
         "num_cached_tokens",
         "num_chunks",
         "num_granted_tokens",
+        "num_held_steps",
         "num_preemptions",
         "num_recomputed_tokens",
         "request_id",
@@ -104,6 +105,8 @@ class History:
         self.num_preemptions = 0
         # Steps of its present admission that ended within its known tokens.
         self.num_chunks = 0
+        # Steps of its present admission in which other long prefills left nothing to its own.
+        self.num_held_steps = 0
         # (last step, final status) once it ended.
         self.end: tuple[int, RequestStatus] | None = None
         # (step, time, tokens from the prefix cache) of the admission it runs under.
@@ -126,7 +129,7 @@ class History:
             self.num_cached_tokens = num_cached_tokens
         self._add((EventKind.ADMITTED, step, step, now, (num_cached_tokens, is_resumed)))
         self._admitted = (step, now, num_cached_tokens)
-        self.num_chunks = 0
+        self.num_chunks = self.num_held_steps = 0
 
     def preempted(
         self, step: int, now: float, num_computed: int, trigger_id: str, num_needed: int
@@ -227,7 +230,7 @@ class History:
         if self._admitted is None:
             return None
         first, time, num_cached = self._admitted
-        facts = (max(num_computed - num_cached, 0), self.num_chunks)
+        facts = (max(num_computed - num_cached, 0), self.num_chunks, self.num_held_steps)
         return (EventKind.SCHEDULED, first, max(step - 1, first), time, facts)
 
 
@@ -276,9 +279,10 @@ def _admitted(_num_steps: int, num_cached_tokens: int, is_resumed: bool) -> str:
     return f"{word} with {num_cached_tokens} tokens from the prefix cache"
 
 
-def _scheduled(_num_steps: int, num_tokens: int, num_chunks: int) -> str:
+def _scheduled(_num_steps: int, num_tokens: int, num_chunks: int, num_held_steps: int) -> str:
     prefill = f", prefill in {num_chunks + 1} steps" if num_chunks else ""
-    return f"computed {num_tokens} tokens{prefill}"
+    held = f", {num_held_steps} more spent behind other long prefills" if num_held_steps else ""
+    return f"computed {num_tokens} tokens{prefill}{held}"
 
 
 def _preempted(_num_steps: int, trigger_id: str, num_needed: int, num_lost: int) -> str:

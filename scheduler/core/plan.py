@@ -57,7 +57,8 @@ class SchedulerConfig:
     num_gpu_blocks counts the reserved null block 0. watermark is a fraction of num_gpu_blocks
     kept free at admission. spec_kind: "ngram" needs no lookahead slots, "draft" and "eagle" need
     num_spec_tokens of them. pipeline_depth is how many schedules may be outstanding; above 1 a
-    step is planned before the previous one's tokens are known.
+    step is planned before the previous one's tokens are known. For long_prefill_share see
+    `long_prefills`.
     """
 
     block_size: int
@@ -66,6 +67,7 @@ class SchedulerConfig:
     max_num_batched_tokens: int
     max_num_seqs: int
     long_prefill_token_threshold: int = 0
+    long_prefill_share: float = 1.0
     enable_chunked_prefill: bool = True
     policy: Literal["fcfs", "priority"] = "fcfs"
     priority_preemption: bool = False
@@ -166,6 +168,7 @@ class WaitReason(Enum):
     OUTPUT_IN_FLIGHT = "its output from before the preemption is still in flight"
     PAUSED = "scheduling is paused"
     THROTTLED = "prefills are throttled"
+    LONG_PREFILLS = "other long prefills have their share of the step"
     BEHIND_HEAD = "behind the head of the queue"
 
 

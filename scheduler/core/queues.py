@@ -1,8 +1,9 @@
 """Waiting requests in the order of the policy.
 
-There are two queues: `waiting`, and `skipped` for those that were passed over because they wait on
-something else (a grammar, output in flight) and hold nobody up. Requests whose clients do not read
-are `paused`, apart from both: no step looks at them, however many there are and however long.
+There are three queues: `waiting`; `skipped` for requests that were passed over because they wait on
+something else (a grammar, output in flight) and hold nobody up; and `held` for long prompts that
+have to wait for other long prefills (see `long_prefills`). Requests whose clients do not read are
+`paused`, apart from the queues: no step looks at them, however many there are and however long.
 """
 
 from collections import OrderedDict
@@ -96,10 +97,7 @@ class PriorityQueue:
 
 
 class WaitingQueues:
-    """`waiting` and `skipped` of one policy, and `paused` by key.
-
-    Length and iteration are of the two queues.
-    """
+    """The queues of one policy, and `paused` by key. Length and iteration are of the queues."""
 
     def __init__(self, policy: Literal["fcfs", "priority"]) -> None:
         self._is_priority = policy == "priority"
@@ -108,12 +106,14 @@ class WaitingQueues:
         )
         self.waiting: WaitingQueue = make()
         self.skipped: WaitingQueue = make()
+        self.held: WaitingQueue = make()
         self.paused: dict[int, Request] = {}
 
     def __len__(self) -> int:
-        return len(self.waiting) + len(self.skipped)
+        return len(self.waiting) + len(self.skipped) + len(self.held)
 
     def __iter__(self) -> Iterator[Request]:
+        yield from self.held
         yield from self.skipped
         yield from self.waiting
 
@@ -121,14 +121,24 @@ class WaitingQueues:
         """Queue a new request."""
         (self.skipped if request.is_blocked else self.waiting).push(request)
 
-    def next_queue(self) -> WaitingQueue:
-        """The queue whose head is to be looked at next; at least one is not empty."""
-        if not self.skipped:
-            return self.waiting
-        if not self._is_priority or not self.waiting:
-            return self.skipped
-        is_skipped_first = self.skipped.head().order_key < self.waiting.head().order_key
-        return self.skipped if is_skipped_first else self.waiting
+    @property
+    def has_other_than_held(self) -> bool:
+        """Whether a request waits that is not known to have a long prefill."""
+        return bool(self.waiting or self.skipped)
+
+    def next_queue(self, *, with_held: bool = True) -> WaitingQueue | None:
+        """The queue whose head is to be looked at next; None when all are empty."""
+        all_queues = (self.held, self.skipped, self.waiting)
+        queues = [queue for queue in all_queues[not with_held :] if queue]
+        if len(queues) < 2:
+            return queues[0] if queues else None
+        if self._is_priority:
+            return min(queues, key=lambda queue: queue.head().order_key)
+        return queues[0]
+
+    def hold(self, request: Request) -> None:
+        """Queue a request, which is in no queue, until long prefills have tokens left."""
+        self.held.push(request)
 
     def put_back(self, passed_over: list[Request]) -> None:
         """Requests set aside in a step, in the order they were met, go before `skipped`."""
@@ -138,7 +148,7 @@ class WaitingQueues:
     def remove(self, request: Request) -> None:
         """Take a request out of wherever it is."""
         if self.paused.pop(request.key, None) is None:
-            _ = self.waiting.remove(request) or self.skipped.remove(request)
+            any(queue.remove(request) for queue in (self.waiting, self.skipped, self.held))
 
     def pause(self, request: Request) -> None:
         """Take a request out of its queue, if it is in one, until `unpause`."""

@@ -39,6 +39,8 @@ class RequestTable:
         self.length_limit = _column(num_rows)  # num_tokens at which it ends
         self.output_limit = _column(num_rows)  # prompt + max_tokens, or what the pool carries
         self.is_prefill_chunk: BoolArray = np.zeros(num_rows, dtype=np.bool_)
+        # Admitted with a long prefill, and held to the share of those.
+        self.is_long: BoolArray = np.zeros(num_rows, dtype=np.bool_)
         self.is_walked: BoolArray = np.zeros(num_rows, dtype=np.bool_)  # stops need Python
         # Counts admissions: tells a row's request from an earlier one of the same row.
         self.admission_id: Int64Array = np.full(num_rows, NOBODY, dtype=np.int64)
@@ -57,6 +59,7 @@ class RequestTable:
         self.requests: list[Request | None] = [None] * num_rows
         self.num_running = 0
         self.num_walked = 0
+        self.num_long = 0
         self._order: IntpArray = np.empty(num_rows, dtype=np.intp)
         self._free_rows = list(range(num_rows - 1, -1, -1))
         self._num_admissions = 0
@@ -96,6 +99,7 @@ class RequestTable:
         # Where the pool is the limit, no KV slot is left for a token beyond it.
         self.output_limit[row] = min(output_limit, self._pool_limit)
         self.is_prefill_chunk[row] = False
+        self.is_long[row] = False
         self.draft_ids[row] = NO_STOP_ID
         self.admission_id[row] = self._num_admissions
         self._num_admissions += 1
@@ -105,6 +109,11 @@ class RequestTable:
         request.status = RequestStatus.RUNNING
         return row
 
+    def mark_long(self, row: int) -> None:
+        """Hold a row's prefill to the share of long ones."""
+        self.is_long[row] = True
+        self.num_long += 1
+
     def vacate(self, row: int) -> None:
         """Free a row whose request has left the running order; it takes its tokens along."""
         request = self.request(row)
@@ -113,6 +122,7 @@ class RequestTable:
         self.requests[row] = None
         self.admission_id[row] = NOBODY
         self.num_walked -= int(self.is_walked[row])
+        self.num_long -= int(self.is_long[row])
         self._free_rows.append(row)
 
     def position(self, row: int) -> int:

@@ -9,7 +9,7 @@ so are few rows. It makes no difference for the plan (tests/properties).
 import numpy as np
 
 from scheduler.core.batch import BatchColumns, StepBatch
-from scheduler.core.plan import Int32Array
+from scheduler.core.plan import BoolArray, Int32Array
 from scheduler.core.request_table import IntpArray
 from scheduler.core.state import SchedulerState
 
@@ -37,6 +37,8 @@ class RunningPass:
                 position = self._serve_columns(batch, position)
             if batch.budget > 0 and position < table.num_running:
                 position = self._serve_row(batch, position)
+        if table.num_long and batch.long_budget <= 0 < batch.budget:
+            self._note_held(batch)
 
     def _serve_columns(self, batch: StepBatch, start: int) -> int:
         """Serve rows from a position on at once, up to the first that free blocks do not cover.
@@ -74,7 +76,21 @@ class RunningPass:
             )
             columns.num_drafts = self._scheduled_drafts(columns.rows, (after - goals)[served])
             batch.add_columns(columns)
+            if table.num_long:
+                is_long = self._is_long_prefill(columns.rows)
+                batch.long_budget -= int(columns.num_scheduled[is_long].sum())
         return end
+
+    def _is_long_prefill(self, rows: IntpArray) -> BoolArray:
+        """[num_rows] whether each is within a long prefill."""
+        return self._table.is_long[rows] & self._table.is_prefill_chunk[rows]
+
+    def _note_held(self, batch: StepBatch) -> None:
+        """Count the step for requests whose long prefill got nothing in it."""
+        rows = self._table.running_rows
+        scheduled = batch.columns().rows
+        for row in np.setdiff1d(rows[self._is_long_prefill(rows)], scheduled).tolist():
+            self._table.request(row).history.num_held_steps += 1
 
     def _scheduled_drafts(self, rows: IntpArray, num_beyond: Int32Array) -> Int32Array | None:
         """[num_rows] drafts among the tokens beyond the known ones; None: nobody has any."""
@@ -102,6 +118,11 @@ class RunningPass:
             wanted[(num_placeholders > 0) & (will_have >= table.output_limit[rows])] = 0
         if batch.is_deferring_prefills:
             wanted[table.is_prefill_chunk[rows]] = 0
+        if table.num_long:
+            places = self._is_long_prefill(rows).nonzero()[0]
+            long = wanted[places]
+            before = np.cumsum(long) - long
+            wanted[places] = np.clip(batch.long_budget - before, 0, long)
         return wanted
 
     def _serve_row(self, batch: StepBatch, position: int) -> int:
@@ -146,6 +167,8 @@ class RunningPass:
         num_new = num_known - num_computed
         if 0 < self._threshold < num_new:
             num_new = self._threshold
+        if table.is_long[row] and table.is_prefill_chunk[row]:
+            num_new = min(num_new, batch.long_budget)
         return min(num_new, batch.budget, self._max_computed - num_computed)
 
     def _give(self, batch: StepBatch, row: int, num_new: int, num_missing: int) -> None:
@@ -159,6 +182,8 @@ class RunningPass:
         goal = table.num_tokens.item(row) + table.num_placeholders.item(row)
         num_drafts = min(max(after - goal, 0), table.num_drafts.item(row))
         batch.add(row, num_computed, num_new, goal, num_drafts)
+        if table.is_long[row] and table.is_prefill_chunk[row]:
+            batch.long_budget -= num_new
 
     def _victim_position(self) -> int:
         """Who loses its blocks: the youngest, or the least urgent under policy priority."""

@@ -8,6 +8,7 @@ import numpy as np
 
 from scheduler.core.batch import BatchColumns, StepBatch
 from scheduler.core.explain import Explanation
+from scheduler.core.long_prefills import long_prefill_budget
 from scheduler.core.plan import (
     EMPTY_INT32,
     NO_FACTS,
@@ -252,6 +253,7 @@ class SchedulerCore:
             table = self.state.table
             is_prefilling = table.is_prefill_chunk[table.running_rows]
             batch.is_deferring_prefills = not is_prefilling.all()
+        batch.long_budget = long_prefill_budget(self.state, batch.budget)
         return batch
 
     def _plan(

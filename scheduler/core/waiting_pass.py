@@ -31,6 +31,7 @@ class Fit:
     hit: PrefixHit
     num_new_tokens: int
     num_drafts: int  # placeholders
+    is_long: bool
 
 
 class WaitingPass:
@@ -48,13 +49,12 @@ class WaitingPass:
         queues = self._state.queues
         batch.end_running_pass()
         set_aside: list[Request] = []
-        while queues:
+        while (queue := queues.next_queue(with_held=batch.long_budget > 0)) is not None:
             full = self._full(batch)
-            if full is not None and not self._is_displacing:
-                self._pass_over(batch, queues.next_queue().head(), full)
-                break
-            queue = queues.next_queue()
             request = queue.head()
+            if full is not None and not self._is_displacing:
+                self._pass_over(batch, request, full)
+                break
             reason = self._not_ready(request)
             if reason is not None:
                 set_aside.append(queue.pop())
@@ -70,8 +70,8 @@ class WaitingPass:
     def hold(self, batch: StepBatch, reason: WaitReason) -> None:
         """Admit nobody in this step."""
         queues = self._state.queues
-        if queues:
-            self._pass_over(batch, queues.next_queue().head(), reason)
+        if (queue := queues.next_queue()) is not None:
+            self._pass_over(batch, queue.head(), reason)
             batch.num_behind_head = len(queues) - 1
 
     def _full(self, batch: StepBatch) -> WaitReason | None:
@@ -85,7 +85,10 @@ class WaitingPass:
     def _admit_or_pass_over(
         self, batch: StepBatch, request: Request, queue: WaitingQueue, full: WaitReason | None
     ) -> bool:
-        """Look at the head of a queue; False: it has to wait, and so has everybody behind it."""
+        """Look at the head of a queue; False: it has to wait, and so has everybody behind it.
+
+        A request that only has to wait for other long prefills holds nobody up.
+        """
         if any(victim.key == request.key for victim in batch.victims):
             # Who was displaced in this step stays out of it: nobody goes back and forth.
             full = WaitReason.PREEMPTION
@@ -97,6 +100,9 @@ class WaitingPass:
         if self._is_displacing and self._displace_for(batch, request, fit):
             return True
         self._note(batch, request, fit)
+        if fit.reason is WaitReason.LONG_PREFILLS:
+            self._state.queues.hold(queue.pop())
+            return True
         return False
 
     def _displace_for(self, batch: StepBatch, request: Request, lack: PassedOver) -> bool:
@@ -177,15 +183,19 @@ class WaitingPass:
             if num_new > batch.budget or hit.num_tokens + num_new > config.max_model_len:
                 return _passed_over(request, WaitReason.BUDGET)
         # As the reference: a threshold below 1 + num_spec_tokens cuts the tokens, not the drafts.
-        if 0 < config.long_prefill_token_threshold < num_new:
-            num_new = config.long_prefill_token_threshold
+        is_long = 0 < config.long_prefill_token_threshold < num_new
+        if is_long:
+            num_new = min(config.long_prefill_token_threshold, batch.long_budget)
+            if num_new <= 0:
+                return _passed_over(request, WaitReason.LONG_PREFILLS)
         # What exceeds even a whole budget (after a preemption; new ones are refused) would wait for
         # ever, so it is chunked all the same.
         is_whole = not config.enable_chunked_prefill and num_new <= config.max_num_batched_tokens
         if is_whole and num_new > batch.budget:
             return _passed_over(request, WaitReason.BUDGET)
         num_new = min(num_new, batch.budget)
-        return self._lack_of_blocks(request, hit, num_new) or Fit(hit, num_new, num_drafts)
+        lack = self._lack_of_blocks(request, hit, num_new)
+        return lack or Fit(hit, num_new, num_drafts, is_long)
 
     def _is_padded(self, batch: StepBatch) -> bool:
         """Whether every running request scheduled so far is past its prefill, and drafts."""
@@ -222,6 +232,9 @@ class WaitingPass:
         state.table.num_computed[row] = num_cached
         batch.grow(row, state.kv.admit(row, fit.hit, fit.num_new_tokens))
         batch.add(row, num_cached, fit.num_new_tokens, num_tokens, fit.num_drafts)
+        if fit.is_long and self._config.long_prefill_share < 1:
+            state.table.mark_long(row)
+            batch.long_budget -= fit.num_new_tokens
         if request.num_cached_tokens < 0:
             request.num_cached_tokens = num_cached
         batch.admissions.append(Admission(request.key, request.request_id, num_cached, is_resumed))

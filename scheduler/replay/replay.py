@@ -28,7 +28,7 @@ _SCHED_FIELDS = (
 )  # fmt: skip
 _STATE_FIELDS = (
     *("free", "free_crc", "free_head"),
-    *("running", "waiting", "skipped", "paused", "reqs"),
+    *("running", "waiting", "skipped", "held", "paused", "reqs"),
 )
 _ORDERED = frozenset({"tokens", "computed"})
 
@@ -183,7 +183,7 @@ def _compared(expected: Record, got: Record) -> Iterator[tuple[str, Any, Any]]:
     for field in _STATE_FIELDS:
         want = expected["state"].get(field)
         # A recording may leave out what is expensive to write.
-        if want is not None or field in {"skipped", "paused"}:
+        if want is not None or field in {"skipped", "held", "paused"}:
             yield f"state.{field}", want, got["state"].get(field)
 
 

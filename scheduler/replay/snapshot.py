@@ -43,6 +43,7 @@ def take(state: SchedulerState, name_by_key: dict[int, str]) -> Record:
         "running": [name_by_key[request.key] for request in running],
         "waiting": [name_by_key[request.key] for request in queues.waiting],
         "skipped": [name_by_key[request.key] for request in queues.skipped],
+        "held": [name_by_key[request.key] for request in queues.held],
         "paused": [name_by_key[key] for key in queues.paused],
         # In the order of their arrival.
         "requests": {
@@ -80,6 +81,8 @@ def restore(state: SchedulerState, snapshot: Record, spec_by_name: dict[str, New
         state.queues.waiting.push(requests[name])
     for name in snapshot["skipped"]:
         state.queues.skipped.push(requests[name])
+    for name in snapshot.get("held", ()):
+        state.queues.hold(requests[name])
     for name in snapshot.get("paused", ()):
         state.queues.pause(requests[name])
     cached = [(base64.b64decode(digest), block_ids) for digest, block_ids in snapshot["cached"]]
@@ -113,6 +116,7 @@ def _request_record(state: SchedulerState, request: Request) -> Record:
             "blocks": table.block_table[row, : table.num_blocks[row]].tolist(),
             "num_registered": table.num_registered.item(row),
             "is_prefill_chunk": bool(table.is_prefill_chunk[row]),
+            "is_long": bool(table.is_long[row]),
         }
     return record
 
@@ -149,6 +153,8 @@ def _restore_row(state: SchedulerState, request: Request, record: Record) -> Non
     table.num_blocks[row] = num_blocks
     table.num_registered[row] = record["num_registered"]
     table.is_prefill_chunk[row] = record["is_prefill_chunk"]
+    if record.get("is_long"):
+        table.mark_long(row)
     request.history.admitted(state.step_id, state.now, record["num_computed"], is_resumed=True)
     # This registers nothing new: it sets when the next block is due.
     state.kv.register(row, record["num_registered"] * state.config.block_size)
@@ -213,6 +219,8 @@ def state_record(
     record["waiting"] = [name_by_key[request.key] for request in queues.waiting]
     if queues.skipped:
         record["skipped"] = [name_by_key[request.key] for request in queues.skipped]
+    if queues.held:
+        record["held"] = [name_by_key[request.key] for request in queues.held]
     if queues.paused:
         record["paused"] = [name_by_key[key] for key in queues.paused]
     record["reqs"] = {

@@ -2,8 +2,8 @@
 
 Read and written: what the reference's recordings have. Extensions, all optional: a step without
 `sched` (inputs came in another order than a step has), `now` in a step, `client` in a step (pairs
-of "pause" or "continue" and a request) and `paused` in its state, `failed` in an update, and in a
-request `deadline`, `output`, `eos_token_ids`.
+of "pause" or "continue" and a request), `paused` and `held` in its state, `failed` in an update,
+`long_prefill_share` in the config, and in a request `deadline`, `output`, `eos_token_ids`.
 """
 
 from typing import Any
@@ -31,6 +31,7 @@ def header(config: SchedulerConfig, name: str) -> Record:
             "max_num_scheduled_tokens": None,
             "max_num_seqs": config.max_num_seqs,
             "long_prefill_token_threshold": config.long_prefill_token_threshold,
+            "long_prefill_share": config.long_prefill_share,
             "enable_chunked_prefill": config.enable_chunked_prefill,
             "policy": config.policy,
             "priority_preemption": config.priority_preemption,
@@ -98,6 +99,7 @@ def trace_config(trace: Record) -> SchedulerConfig:
         ),
         max_num_seqs=config["max_num_seqs"],
         long_prefill_token_threshold=config["long_prefill_token_threshold"],
+        long_prefill_share=config.get("long_prefill_share", 1.0),
         enable_chunked_prefill=config["enable_chunked_prefill"],
         policy=config["policy"],
         priority_preemption=config.get("priority_preemption", False),

@@ -263,7 +263,8 @@ def _live_at_start(trace: Record) -> dict[str, list[int]]:
     if "start" not in trace:
         return {}
     state = trace["start"]["state"]
-    names = (*state["running"], *state["skipped"], *state["waiting"], *state.get("paused", ()))
+    waiting = (*state["skipped"], *state.get("held", ()), *state["waiting"])
+    names = (*state["running"], *waiting, *state.get("paused", ()))
     return {name: state["requests"][name]["output"] for name in names}
 
 

@@ -33,6 +33,7 @@ configs = st.builds(
     max_num_batched_tokens=st.integers(4, 60),
     max_num_seqs=st.integers(1, 8),
     long_prefill_token_threshold=st.sampled_from([0, 0, 7]),
+    long_prefill_share=st.sampled_from([1.0, 0.5, 0.3]),
     enable_chunked_prefill=st.booleans(),
     policy=st.sampled_from(["fcfs", "priority"]),
     priority_preemption=st.booleans(),

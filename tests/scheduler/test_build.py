@@ -53,6 +53,7 @@ def test_no_request_gets_more_than_half_of_a_step_unless_told_otherwise() -> Non
     assert core_config(info, SchedulerSettings()).long_prefill_token_threshold == 16
     narrow = SchedulerSettings(max_num_batched_tokens=4)
     assert core_config(info, narrow).long_prefill_token_threshold == 4
+    assert core_config(info, SchedulerSettings()).long_prefill_share == 0.5
     told = SchedulerSettings(long_prefill_token_threshold=30)
     assert core_config(info, told).long_prefill_token_threshold == 30
 
