@@ -82,7 +82,8 @@ class TokenLogprobs:
 class Usage:
     """Tokens of the prompt, generated over all n, and of the prompt from the prefix cache.
 
-    draft_tokens were proposed and verified, over all n; accepted_draft_tokens of them were right.
+    draft_tokens were proposed and verified, over all n. accepted_draft_tokens of them were
+    delivered: output tokens without a step of their own.
     """
 
     prompt_tokens: int

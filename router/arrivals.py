@@ -75,13 +75,16 @@ class Arrivals:
                 completion.prompt_logprobs = logprobs.prompt_tokens
 
     def _take_drafts(self, news: StepNews, num_dropped_by_handle: Mapping[int, int]) -> None:
-        """Count what speculation brought; of a step's tokens one is the step's own."""
-        columns = zip(news.handles, news.num_new_tokens, news.draft_counts, strict=True)
-        for handle, count, (num_drafts, num_accepted) in columns:
+        """Count what speculation brought.
+
+        Dropped tokens were the last of their steps, so they are taken for accepted drafts. That is
+        exact for the news of one step; of merged news it may count too few, never too many.
+        """
+        for handle, (num_drafts, num_accepted) in zip(news.handles, news.draft_counts, strict=True):
             if (completion := self._in_flight.get(handle)) is not None:
-                num_extra = max(0, count - num_dropped_by_handle.get(handle, 0) - 1)
+                num_kept = max(0, num_accepted - num_dropped_by_handle.get(handle, 0))
                 completion.request.num_draft_tokens += num_drafts
-                completion.request.num_accepted_draft_tokens += min(num_accepted, num_extra)
+                completion.request.num_accepted_draft_tokens += num_kept
 
     def _take_tokens(self, news: StepNews) -> Arrived:
         in_flight, token_ids, begin = self._in_flight, news.token_ids, 0

@@ -303,7 +303,7 @@ class Engine:
                     keys=output.keys,
                     num_new_tokens=output.num_new_tokens,
                     token_ids=output.token_ids,
-                    draft_counts=flight.draft_counts(result, output),
+                    draft_counts=flight.draft_counts(output),
                     finished=finished,
                     started=started,
                     details=details,

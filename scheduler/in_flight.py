@@ -102,17 +102,18 @@ class InFlight:
         key_by_row = self._key_by_row()
         return {key_by_row[row]: text for row, text in result.message_by_failed_row.items()}
 
-    def draft_counts(self, result: WorkerResult, output: StepOutput) -> Int32Array:
+    def draft_counts(self, output: StepOutput) -> Int32Array:
         """Drafts verified and accepted for each of output.keys, [num_outputs, 2].
 
-        [0, 2] when the plan had none. Those behind an end, though right, count as well.
+        [0, 2] when the plan had none. An accepted draft is a kept token beyond the one that the
+        step gives anyhow; a right draft behind the request's end is not kept.
         """
         if not len(self.plan.num_draft_tokens):
             return NO_DRAFTS
         # Both are in the plan's order; who got no tokens, or is gone, is not among the keys.
         is_kept = np.isin(self.keys, output.keys)
         num_drafts = self.plan.num_draft_tokens[is_kept]
-        num_accepted = result.step.num_sampled_tokens[is_kept] - 1
+        num_accepted = output.num_new_tokens - 1
         return np.stack((num_drafts, np.where(num_drafts > 0, num_accepted, 0)), axis=1)
 
     def token_details(

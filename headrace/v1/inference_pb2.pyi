@@ -370,7 +370,7 @@ class Usage(_message.Message):
     draft_tokens: _builtins.int
     """Drafts (speculative tokens) that steps verified, over all n."""
     accepted_draft_tokens: _builtins.int
-    """Drafts that turned out right: tokens that came without a step of their own."""
+    """Drafts that turned out right and were delivered: tokens without a step of their own."""
     def __init__(
         self,
         *,

@@ -78,6 +78,19 @@ async def test_what_came_after_a_stop_string_in_its_step_counts_nowhere():
     assert usage.accepted_draft_tokens == num_tokens - 1
 
 
+async def test_of_merged_steps_no_more_drafts_are_accepted_than_came_without_a_step():
+    """Three steps of four tokens; the stop string ends in the second one."""
+    bench = Stopping()
+    bench.enter(stop=("END",), num_tokens=100)
+    token_ids = ids("a END of it all, more")[:12]
+    num_tokens = len(ids("a END"))
+    bench.say(token_ids, draft_counts=[(9, 9)])
+    _, num_read, usage = await bench.read()
+    assert (num_read, usage.draft_tokens) == (num_tokens, 9)
+    num_steps = -(-num_tokens // 4)
+    assert usage.accepted_draft_tokens <= num_tokens - num_steps
+
+
 async def test_a_stop_string_in_the_last_step_wins_over_how_the_scheduler_ended_it():
     bench = Stopping()
     bench.enter(stop=("END",))

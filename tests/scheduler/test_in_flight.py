@@ -6,8 +6,10 @@ import numpy as np
 import pytest
 
 from scheduler.core.plan import EMPTY_INT32, NO_FACTS, StepOutput, StepPlan, StepResult
+from scheduler.core.scheduler import SchedulerCore
 from scheduler.in_flight import InFlight
 from scheduler.worker import WorkerInfo, WorkerLostError, WorkerResult
+from tests.scheduler.core.building import new_request, scheduler_config
 
 
 def int32(*values: int) -> np.ndarray:
@@ -124,8 +126,6 @@ def sampled_step(num_sampled, failed_rows) -> StepResult:
 
 def test_drafts_are_counted_for_those_that_got_tokens() -> None:
     plan = replace(PLAN, rows=int32(0, 1, 2, 3), num_draft_tokens=int32(3, 0, 2, 2))
-    step = replace(RESULT, num_sampled_tokens=int32(2, 1, 3, 1), token_ids=int32(*range(7)))
-    result = WorkerResult(step=step, logprobs=(), message_by_failed_row={})
     keys = np.array([10, 11, 12, 13], dtype=np.int64)
     # The third was cancelled on the way.
     output = StepOutput(
@@ -135,7 +135,38 @@ def test_drafts_are_counted_for_those_that_got_tokens() -> None:
         token_ids=int32(0, 1, 2, 6),
         finished=(),
     )
-    counts = InFlight(plan, keys).draft_counts(result, output)
+    counts = InFlight(plan, keys).draft_counts(output)
     assert counts.tolist() == [[3, 1], [0, 0], [2, 0]]
     assert counts.dtype == np.int32
-    assert not len(InFlight(PLAN, keys[:2]).draft_counts(result, output))
+    assert not len(InFlight(PLAN, keys[:2]).draft_counts(output))
+
+
+@pytest.mark.parametrize(
+    ("ends", "num_tokens", "num_accepted"),
+    [
+        ({"max_tokens": 2}, 2, 0),
+        ({"max_tokens": 4}, 4, 2),
+        ({"max_tokens": 7}, 7, 4),
+        ({"eos_token_ids": (105,)}, 5, 3),
+        ({"stop_token_ids": (107,)}, 7, 4),
+    ],
+)
+def test_drafts_behind_the_end_are_not_accepted(ends, num_tokens, num_accepted) -> None:
+    """Three drafts are right in every step; tokens are counted from 101."""
+    core = SchedulerCore(scheduler_config(num_spec_tokens=3, spec_kind="ngram"))
+    core.add_request(new_request(0, 10, **({"max_tokens": 50} | ends)), 0.0)
+    totals, begin = np.zeros(2, np.int32), 101
+    while core.has_unfinished:
+        plan = core.schedule(0.0)
+        end = begin + 1 + int(plan.num_draft_tokens.sum())
+        result = StepResult(
+            step_id=plan.step_id,
+            num_sampled_tokens=int32(end - begin),
+            token_ids=int32(*range(begin, end)),
+            num_draft_tokens=int32(3),
+            draft_token_ids=int32(0, 0, 0),
+        )
+        output = core.update(result, 0.0)
+        totals += InFlight(plan, output.keys).draft_counts(output).sum(axis=0, dtype=np.int32)
+        begin += len(output.token_ids)
+    assert (begin - 101, totals[1]) == (num_tokens, num_accepted)
