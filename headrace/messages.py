@@ -147,6 +147,12 @@ def to_model(m: inference_pb2.Model) -> ModelInfo:
         vocab_size=m.vocab_size,
         num_ready_workers=m.num_ready_workers,
         has_chat_template=m.has_chat_template,
+        # Seven digits are what a 32-bit number has: 0.2, not 0.20000000298.
+        default_sampling={
+            field.name: float(f"{value:.7g}") if isinstance(value, float) else value
+            for field, value in m.default_sampling.ListFields()
+        },
+        default_chat_max_tokens=m.default_chat_max_tokens,
     )
 
 

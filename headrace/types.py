@@ -37,15 +37,15 @@ class ChatMessage:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Sampling:
-    """How tokens are chosen and when to stop. Every default means "off" or "the server's".
+    """How tokens are chosen and when to stop. None is the model's default; every other means "off".
 
     One string for `stop` or `bad_words` stands for a sequence of one.
     """
 
     temperature: float | None = None
     top_p: float | None = None
-    top_k: int = 0
-    min_p: float = 0.0
+    top_k: int | None = None
+    min_p: float | None = None
     seed: int | None = None
     repetition_penalty: float | None = None
     presence_penalty: float = 0.0
@@ -193,13 +193,19 @@ class Explanation:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class ModelInfo:
-    """A model that is served; without a chat template it takes no messages."""
+    """A model that is served; without a chat template it takes no messages.
+
+    default_sampling has what a request gets where it leaves that field of `Sampling` unset; a chat
+    request gets default_chat_max_tokens.
+    """
 
     name: str
     max_model_len: int
     vocab_size: int
     num_ready_workers: int
     has_chat_template: bool
+    default_sampling: Mapping[str, float] = field(default_factory=dict)
+    default_chat_max_tokens: int = 0
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

@@ -27,6 +27,7 @@ from router.core.placement import Pool
 from router.prompts import PromptReader
 from router.router import Router
 from router.rpc.inference import FULL_NAME, InferenceServicer, Services
+from router.rpc.model_defaults import ModelDefaults, read_defaults
 from router.rpc.scheduler_client import SchedulerClient
 from router.rules import Rules
 from router.status_log import StatusLog
@@ -101,9 +102,11 @@ async def serve(
             SchedulerClient(address, opened, live, router_id=router_id)
             for address, opened in channels.items()
         ]
+        models, defaults = load_models(router)
         services = Services(
             router=live,
-            models=load_models(router),
+            models=models,
+            defaults=defaults,
             prompts=prompts,
             schedulers=schedulers,
             status=store,
@@ -145,13 +148,17 @@ def build_router(
     )
 
 
-def load_models(settings: RouterConfig) -> dict[str, ModelText]:
-    """The text side of each model served here, by the name that requests use."""
+def load_models(
+    settings: RouterConfig,
+) -> tuple[dict[str, ModelText], dict[str, ModelDefaults]]:
+    """The text side and the sampling defaults of each model, by the name that requests use."""
     try:
-        text = load_model_text(resolve(settings.model))
+        path = resolve(settings.model)
+        text, defaults = load_model_text(path), read_defaults(path)
     except (ModelFilesError, UnsupportedTokenizerError, ChatTemplateError) as error:
         raise config.ConfigError(f"--model {settings.model}: {error}") from error
-    return {settings.model_name or Path(settings.model).name.removesuffix(".gguf"): text}
+    name = settings.model_name or Path(settings.model).name.removesuffix(".gguf")
+    return {name: text}, {name: defaults}
 
 
 async def drain(router: Router, timeout_s: float) -> None:

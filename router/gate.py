@@ -96,4 +96,6 @@ class Gate:
             error = outcomes.rejected(verdict, spec.prompt_field)
             self._status.rejected(spec, num_prompt_tokens if is_read else 0, error.message)
             raise error
+        if spec.max_tokens is None and spec.default_max_tokens is not None:
+            return min(verdict.max_tokens, max(spec.default_max_tokens, spec.min_tokens))
         return verdict.max_tokens

@@ -61,7 +61,8 @@ class Spec:
     """What a caller asked for, validated.
 
     sampling is the wire's; other fields repeat of it what the router itself looks at. prompt_field
-    is what the prompt came in, for errors. max_tokens None: as many as fit. stop_by_token_id has
+    is what the prompt came in, for errors. max_tokens None: default_max_tokens, or as many as fit
+    where these are fewer or None. stop_by_token_id has
     the stop strings that are exactly a control token. is_calls_deadline: the deadline is the gRPC
     call's own, so the caller expects its status.
     """
@@ -73,6 +74,7 @@ class Spec:
     seed: int = 0
     prompt_field: str = "text"
     max_tokens: int | None = None
+    default_max_tokens: int | None = None
     min_tokens: int = 0
     stop: Sequence[str] = ()
     stop_by_token_id: Mapping[int, str] = field(default_factory=dict)

@@ -40,18 +40,26 @@ _CONNECTION = (
     ),
 )
 
+# `headrace models --json` shows them.
+_THE_MODELS = "[default: the model's]"
+
 _SAMPLING = (
-    click.option("--temperature", type=float, help="0 is greedy.  [default: 1]"),
-    click.option("--top-p", type=float, help="Keep the likeliest tokens up to this sum."),
-    click.option("--top-k", type=int, default=0, help="Keep this many likeliest tokens; 0: all."),
+    click.option("--temperature", type=float, help=f"0 is greedy.  {_THE_MODELS}"),
+    click.option(
+        "--top-p", type=float, help=f"Keep the likeliest tokens up to this sum.  {_THE_MODELS}"
+    ),
+    click.option(
+        "--top-k", type=int, help=f"Keep this many likeliest tokens; 0: all.  {_THE_MODELS}"
+    ),
     click.option(
         "--min-p",
         type=float,
-        default=0.0,
-        help="Drop tokens less likely than this part of the likeliest.",
+        help=f"Drop tokens less likely than this part of the likeliest.  {_THE_MODELS}",
     ),
     click.option("--seed", type=int, help="Same seed, same prompt: same answer."),
-    click.option("--repetition-penalty", type=float, help="Above 1: less of what was there."),
+    click.option(
+        "--repetition-penalty", type=float, help=f"Above 1: less of what was there.  {_THE_MODELS}"
+    ),
     click.option("--presence-penalty", type=float, default=0.0, help="-2 to 2, once per token."),
     click.option("--frequency-penalty", type=float, default=0.0, help="-2 to 2, each time."),
     click.option(
@@ -60,8 +68,14 @@ _SAMPLING = (
         metavar="ID=VALUE",
         help="Add to a token's logit. (repeatable)",
     ),
-    click.option("--max-tokens", type=int, help="Most tokens to generate.  [default: what fits]"),
-    click.option("--min-tokens", type=int, default=0, help="Nothing ends it before this many."),
+    click.option(
+        "--max-tokens",
+        type=int,
+        help="Most tokens to generate.  [default: the model's, else 1024 in chat, else what fits]",
+    ),
+    click.option(
+        "--min-tokens", type=int, default=0, help="Nothing ends the answer within this many."
+    ),
     click.option(
         "--stop", multiple=True, metavar="TEXT", help="Text that ends it, not shown. (repeatable)"
     ),

@@ -8,14 +8,15 @@ import contextlib
 import difflib
 import fcntl
 import hashlib
+import json
 import os
 import shutil
 import subprocess
 import sys
 import time
 import zipfile
-from collections.abc import Callable, Iterator, Sequence
-from dataclasses import dataclass
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from dataclasses import dataclass, field
 from pathlib import Path
 
 from headrace.service.children import tied_to_us
@@ -24,6 +25,7 @@ from headrace.service.children import tied_to_us
 _HUB_PATTERNS = ("*.json", "*.safetensors", "*.model", "*.jinja", "*.txt")
 _POLL_S = 0.2
 _CHUNK_BYTES = 1 << 20
+_MAX_JSON_BYTES = 1 << 20
 _GGUF_MAGIC = b"GGUF"
 
 
@@ -52,7 +54,8 @@ class Part:
 class BuiltIn:
     """A small model that comes as packages, so that it is had wherever packages are.
 
-    The parts, one after the other, are file_name, of file_bytes and sha256.
+    The parts, one after the other, are file_name, of file_bytes and sha256. generation_config is
+    what the model's card recommends, in the keys of a generation_config.json.
     """
 
     name: str
@@ -62,6 +65,7 @@ class BuiltIn:
     file_name: str
     file_bytes: int
     sha256: str
+    generation_config: Mapping[str, object] = field(default_factory=dict)
 
 
 CATALOG: dict[str, BuiltIn] = {
@@ -75,6 +79,7 @@ CATALOG: dict[str, BuiltIn] = {
             file_name="SmolLM2-135M-Instruct.Q4_1.gguf",
             file_bytes=98_362_432,
             sha256="b179c9523d0e6a0f98a330c7562b682750a6f8c8c15e5bc70ea373728110db53",
+            generation_config={"temperature": 0.2, "top_p": 0.9},
         ),
         BuiltIn(
             name="gemma3-270m",
@@ -90,6 +95,7 @@ CATALOG: dict[str, BuiltIn] = {
             file_name="gemma-3-270m-q4_k_m.gguf",
             file_bytes=253_113_024,
             sha256="a5fd3b62230aa5ec60212297dc9d20eaa70578ac519e00d93a17e44c087a6818",
+            generation_config={"top_k": 64, "top_p": 0.95},
         ),
     )
 }
@@ -128,6 +134,33 @@ def resolve(name_or_path: str, progress: OnProgress | None = None) -> Path:
     raise ModelFilesError(
         f"unknown model {name_or_path!r} ({hint}); a path or owner/name on the hub works too"
     )
+
+
+def generation_config(path: Path) -> tuple[Mapping[str, object], str]:
+    """What a resolved model recommends for sampling, and where that stands, for errors.
+
+    Raises:
+        ModelFilesError: generation_config.json is there and is no JSON object.
+    """
+    if path.is_dir():
+        file = path / "generation_config.json"
+        return (_read_json_object(file), str(file)) if file.is_file() else ({}, "")
+    for model in CATALOG.values():
+        if path.name == model.file_name and _is_whole(path, model):
+            return model.generation_config, model.name
+    return {}, ""
+
+
+def _read_json_object(file: Path) -> Mapping[str, object]:
+    if (size := file.stat().st_size) > _MAX_JSON_BYTES:
+        raise ModelFilesError(f"{file} has {size} bytes, at most {_MAX_JSON_BYTES} are read")
+    try:
+        content = json.loads(file.read_text(encoding="utf-8"))
+    except (OSError, ValueError, RecursionError) as error:
+        raise ModelFilesError(f"{file} is not JSON: {error}") from error
+    if not isinstance(content, dict):
+        raise ModelFilesError(f"{file} must be a JSON object")
+    return content
 
 
 def _looks_like_path(text: str) -> bool:

@@ -126,7 +126,13 @@ Global___WorkerState: _TypeAlias = WorkerState  # noqa: Y015
 
 @_typing.final
 class SamplingParams(_message.Message):
-    """How one token is chosen from the model's logits. Every field has a default that means "off"."""
+    """How one token is chosen from the model's logits.
+
+    A router fills in the model's own default where a client leaves temperature, top_p, top_k, min_p,
+    repetition_penalty or max_tokens unset: those of the model's generation_config.json, or of a
+    built-in model's card (Model.default_sampling tells). The defaults below hold where the model has
+    none. A field that is set wins, also with the value 0.
+    """
 
     DESCRIPTOR: _descriptor.Descriptor
 
@@ -170,13 +176,17 @@ class SamplingParams(_message.Message):
     BAD_WORDS_FIELD_NUMBER: _builtins.int
     BAD_TOKEN_IDS_FIELD_NUMBER: _builtins.int
     temperature: _builtins.float
-    """0 is greedy. Unset is 1. Must be finite and >= 0."""
+    """0 is greedy. Unset: the model's, else 1. Must be finite and >= 0."""
     top_p: _builtins.float
-    """Keep the smallest set of tokens whose probability reaches top_p. (0, 1]; unset is 1 (off)."""
+    """Keep the smallest set of tokens whose probability reaches top_p. (0, 1]; 1 is off. Unset: the
+    model's, else off.
+    """
     top_k: _builtins.int
-    """Keep the top_k most likely tokens. 0 (default) is off."""
+    """Keep the top_k most likely tokens. 0 is off. Unset: the model's, else off."""
     min_p: _builtins.float
-    """Drop tokens less likely than min_p times the likeliest. [0, 1]; 0 (default) is off."""
+    """Drop tokens less likely than min_p times the likeliest. [0, 1]; 0 is off. Unset: the model's,
+    else off.
+    """
     seed: _builtins.int
     """Each token of a completion depends on the seed and the token's position alone. Of n
     completions the first uses the seed as it is, and each other one a seed derived from the seed
@@ -184,13 +194,18 @@ class SamplingParams(_message.Message):
     router.
     """
     repetition_penalty: _builtins.float
-    """Divides (or multiplies) logits of tokens seen in prompt or output. > 0; unset is 1 (off)."""
+    """Divides (or multiplies) logits of tokens seen in prompt or output. > 0; 1 is off. Unset: the
+    model's, else off.
+    """
     presence_penalty: _builtins.float
     """Subtracted once from logits of tokens seen in the output. [-2, 2]; 0 (default) is off."""
     frequency_penalty: _builtins.float
     """Subtracted per occurrence in the output. [-2, 2]; 0 (default) is off."""
     max_tokens: _builtins.int
-    """Most tokens to generate. Unset: as many as the model's max_model_len leaves. 0 is an error."""
+    """Most tokens to generate; 0 is an error. Unset: the model's, else 1024 for chat messages, and
+    for other prompts as many as max_model_len leaves. A default never exceeds what max_model_len
+    leaves, and is never below min_tokens.
+    """
     min_tokens: _builtins.int
     """No EOS, stop token, stop string or repetition ends the request within this many tokens.
     Default 0.
@@ -240,8 +255,8 @@ class SamplingParams(_message.Message):
         *,
         temperature: _builtins.float | None = ...,
         top_p: _builtins.float | None = ...,
-        top_k: _builtins.int = ...,
-        min_p: _builtins.float = ...,
+        top_k: _builtins.int | None = ...,
+        min_p: _builtins.float | None = ...,
         seed: _builtins.int | None = ...,
         repetition_penalty: _builtins.float | None = ...,
         presence_penalty: _builtins.float = ...,
@@ -258,14 +273,16 @@ class SamplingParams(_message.Message):
         bad_words: _abc.Iterable[_builtins.str] | None = ...,
         bad_token_ids: _abc.Iterable[Global___TokenSequence] | None = ...,
     ) -> None: ...
-    _HasFieldArgType: _TypeAlias = _typing.Literal["_logprobs", b"_logprobs", "_max_tokens", b"_max_tokens", "_n", b"_n", "_prompt_logprobs", b"_prompt_logprobs", "_repetition_penalty", b"_repetition_penalty", "_seed", b"_seed", "_temperature", b"_temperature", "_top_p", b"_top_p", "logprobs", b"logprobs", "max_tokens", b"max_tokens", "n", b"n", "prompt_logprobs", b"prompt_logprobs", "repetition_penalty", b"repetition_penalty", "seed", b"seed", "temperature", b"temperature", "top_p", b"top_p"]  # noqa: Y015
+    _HasFieldArgType: _TypeAlias = _typing.Literal["_logprobs", b"_logprobs", "_max_tokens", b"_max_tokens", "_min_p", b"_min_p", "_n", b"_n", "_prompt_logprobs", b"_prompt_logprobs", "_repetition_penalty", b"_repetition_penalty", "_seed", b"_seed", "_temperature", b"_temperature", "_top_k", b"_top_k", "_top_p", b"_top_p", "logprobs", b"logprobs", "max_tokens", b"max_tokens", "min_p", b"min_p", "n", b"n", "prompt_logprobs", b"prompt_logprobs", "repetition_penalty", b"repetition_penalty", "seed", b"seed", "temperature", b"temperature", "top_k", b"top_k", "top_p", b"top_p"]  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["_logprobs", b"_logprobs", "_max_tokens", b"_max_tokens", "_n", b"_n", "_prompt_logprobs", b"_prompt_logprobs", "_repetition_penalty", b"_repetition_penalty", "_seed", b"_seed", "_temperature", b"_temperature", "_top_p", b"_top_p", "bad_token_ids", b"bad_token_ids", "bad_words", b"bad_words", "frequency_penalty", b"frequency_penalty", "ignore_eos", b"ignore_eos", "logit_bias", b"logit_bias", "logprobs", b"logprobs", "max_tokens", b"max_tokens", "min_p", b"min_p", "min_tokens", b"min_tokens", "n", b"n", "presence_penalty", b"presence_penalty", "prompt_logprobs", b"prompt_logprobs", "repetition_penalty", b"repetition_penalty", "seed", b"seed", "stop", b"stop", "stop_token_ids", b"stop_token_ids", "temperature", b"temperature", "top_k", b"top_k", "top_p", b"top_p"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["_logprobs", b"_logprobs", "_max_tokens", b"_max_tokens", "_min_p", b"_min_p", "_n", b"_n", "_prompt_logprobs", b"_prompt_logprobs", "_repetition_penalty", b"_repetition_penalty", "_seed", b"_seed", "_temperature", b"_temperature", "_top_k", b"_top_k", "_top_p", b"_top_p", "bad_token_ids", b"bad_token_ids", "bad_words", b"bad_words", "frequency_penalty", b"frequency_penalty", "ignore_eos", b"ignore_eos", "logit_bias", b"logit_bias", "logprobs", b"logprobs", "max_tokens", b"max_tokens", "min_p", b"min_p", "min_tokens", b"min_tokens", "n", b"n", "presence_penalty", b"presence_penalty", "prompt_logprobs", b"prompt_logprobs", "repetition_penalty", b"repetition_penalty", "seed", b"seed", "stop", b"stop", "stop_token_ids", b"stop_token_ids", "temperature", b"temperature", "top_k", b"top_k", "top_p", b"top_p"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     _WhichOneofReturnType__logprobs: _TypeAlias = _typing.Literal["logprobs"]  # noqa: Y015
     _WhichOneofArgType__logprobs: _TypeAlias = _typing.Literal["_logprobs", b"_logprobs"]  # noqa: Y015
     _WhichOneofReturnType__max_tokens: _TypeAlias = _typing.Literal["max_tokens"]  # noqa: Y015
     _WhichOneofArgType__max_tokens: _TypeAlias = _typing.Literal["_max_tokens", b"_max_tokens"]  # noqa: Y015
+    _WhichOneofReturnType__min_p: _TypeAlias = _typing.Literal["min_p"]  # noqa: Y015
+    _WhichOneofArgType__min_p: _TypeAlias = _typing.Literal["_min_p", b"_min_p"]  # noqa: Y015
     _WhichOneofReturnType__n: _TypeAlias = _typing.Literal["n"]  # noqa: Y015
     _WhichOneofArgType__n: _TypeAlias = _typing.Literal["_n", b"_n"]  # noqa: Y015
     _WhichOneofReturnType__prompt_logprobs: _TypeAlias = _typing.Literal["prompt_logprobs"]  # noqa: Y015
@@ -276,12 +293,16 @@ class SamplingParams(_message.Message):
     _WhichOneofArgType__seed: _TypeAlias = _typing.Literal["_seed", b"_seed"]  # noqa: Y015
     _WhichOneofReturnType__temperature: _TypeAlias = _typing.Literal["temperature"]  # noqa: Y015
     _WhichOneofArgType__temperature: _TypeAlias = _typing.Literal["_temperature", b"_temperature"]  # noqa: Y015
+    _WhichOneofReturnType__top_k: _TypeAlias = _typing.Literal["top_k"]  # noqa: Y015
+    _WhichOneofArgType__top_k: _TypeAlias = _typing.Literal["_top_k", b"_top_k"]  # noqa: Y015
     _WhichOneofReturnType__top_p: _TypeAlias = _typing.Literal["top_p"]  # noqa: Y015
     _WhichOneofArgType__top_p: _TypeAlias = _typing.Literal["_top_p", b"_top_p"]  # noqa: Y015
     @_typing.overload
     def WhichOneof(self, oneof_group: _WhichOneofArgType__logprobs) -> _WhichOneofReturnType__logprobs | None: ...
     @_typing.overload
     def WhichOneof(self, oneof_group: _WhichOneofArgType__max_tokens) -> _WhichOneofReturnType__max_tokens | None: ...
+    @_typing.overload
+    def WhichOneof(self, oneof_group: _WhichOneofArgType__min_p) -> _WhichOneofReturnType__min_p | None: ...
     @_typing.overload
     def WhichOneof(self, oneof_group: _WhichOneofArgType__n) -> _WhichOneofReturnType__n | None: ...
     @_typing.overload
@@ -292,6 +313,8 @@ class SamplingParams(_message.Message):
     def WhichOneof(self, oneof_group: _WhichOneofArgType__seed) -> _WhichOneofReturnType__seed | None: ...
     @_typing.overload
     def WhichOneof(self, oneof_group: _WhichOneofArgType__temperature) -> _WhichOneofReturnType__temperature | None: ...
+    @_typing.overload
+    def WhichOneof(self, oneof_group: _WhichOneofArgType__top_k) -> _WhichOneofReturnType__top_k | None: ...
     @_typing.overload
     def WhichOneof(self, oneof_group: _WhichOneofArgType__top_p) -> _WhichOneofReturnType__top_p | None: ...
 

@@ -793,6 +793,8 @@ class Model(_message.Message):
     VOCAB_SIZE_FIELD_NUMBER: _builtins.int
     NUM_READY_WORKERS_FIELD_NUMBER: _builtins.int
     HAS_CHAT_TEMPLATE_FIELD_NUMBER: _builtins.int
+    DEFAULT_SAMPLING_FIELD_NUMBER: _builtins.int
+    DEFAULT_CHAT_MAX_TOKENS_FIELD_NUMBER: _builtins.int
     name: _builtins.str
     """What GenerateRequest.model takes."""
     max_model_len: _builtins.int
@@ -803,6 +805,12 @@ class Model(_message.Message):
     """Workers that serve it and are ready."""
     has_chat_template: _builtins.bool
     """Whether it takes messages; without a chat template it only continues text."""
+    default_chat_max_tokens: _builtins.int
+    """max_tokens of a request with chat messages that leaves it unset."""
+    @_builtins.property
+    def default_sampling(self) -> _common_pb2.SamplingParams:
+        """What a request gets where it leaves these fields unset; without a field, SamplingParams says."""
+
     def __init__(
         self,
         *,
@@ -811,10 +819,12 @@ class Model(_message.Message):
         vocab_size: _builtins.int = ...,
         num_ready_workers: _builtins.int = ...,
         has_chat_template: _builtins.bool = ...,
+        default_sampling: _common_pb2.SamplingParams | None = ...,
+        default_chat_max_tokens: _builtins.int = ...,
     ) -> None: ...
-    _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
+    _HasFieldArgType: _TypeAlias = _typing.Literal["default_sampling", b"default_sampling"]  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["has_chat_template", b"has_chat_template", "max_model_len", b"max_model_len", "name", b"name", "num_ready_workers", b"num_ready_workers", "vocab_size", b"vocab_size"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["default_chat_max_tokens", b"default_chat_max_tokens", "default_sampling", b"default_sampling", "has_chat_template", b"has_chat_template", "max_model_len", b"max_model_len", "name", b"name", "num_ready_workers", b"num_ready_workers", "vocab_size", b"vocab_size"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     def WhichOneof(self, oneof_group: _Never) -> None: ...
 

@@ -21,6 +21,7 @@ from router.prompts import PromptReader
 from router.request import Request
 from router.router import Reservation, Router
 from router.rpc import spans, wire
+from router.rpc.model_defaults import ModelDefaults
 from router.rpc.scheduler_client import SchedulerClient
 from router.rpc.status_reply import read_status
 from router.stream import figures, replies
@@ -37,6 +38,7 @@ class Services:
 
     router: Router
     models: Mapping[str, ModelText]
+    defaults: Mapping[str, ModelDefaults]
     prompts: PromptReader
     schedulers: Sequence[SchedulerClient]
     status: StatusStore
@@ -81,11 +83,14 @@ class InferenceServicer:
         services = self._services
         model = services.models[model_name]
         bounds = wire.Bounds(self._vocab_size(model_name), services.max_prompt_bytes)
+        defaults = services.defaults[model_name]
+        defaults.fill_in(request.sampling)
         spec = wire.to_spec(
             request,
             bounds,
             request_id=reservation.request_id,
             model=model_name,
+            default_max_tokens=defaults.max_tokens(is_chat=request.HasField("chat")),
             stop_by_token_id=wire.control_stops(request.sampling, model.tokenizer),
             deadline_unix_s=_call_deadline(context),
             traceparent=telemetry.current_traceparent(),
@@ -174,6 +179,7 @@ class InferenceServicer:
         now = self._router.now()
         for name, text in sorted(self._services.models.items()):
             workers = self._router.pool.ready(name, now)
+            defaults = self._services.defaults[name]
             if workers:
                 response.models.add(
                     name=name,
@@ -181,6 +187,8 @@ class InferenceServicer:
                     vocab_size=max(worker.vocab_size for worker in workers),
                     num_ready_workers=len(workers),
                     has_chat_template=text.chat_template is not None,
+                    default_sampling=defaults.sampling,
+                    default_chat_max_tokens=defaults.max_tokens(is_chat=True),
                 )
         return response
 

@@ -98,6 +98,7 @@ def to_spec(
     request_id: str,
     model: str,
     stop_by_token_id: Mapping[int, str],
+    default_max_tokens: int | None,
     deadline_unix_s: float | None,
     traceparent: str,
 ) -> Spec:
@@ -120,6 +121,7 @@ def to_spec(
         seed=sampling.seed if sampling.HasField("seed") else secrets.randbits(63),
         prompt_field=_PROMPT_FIELD.get(request.WhichOneof("prompt") or "", "prompt"),
         max_tokens=sampling.max_tokens if sampling.HasField("max_tokens") else None,
+        default_max_tokens=default_max_tokens,
         min_tokens=sampling.min_tokens,
         stop=tuple(sampling.stop),
         stop_by_token_id=stop_by_token_id,

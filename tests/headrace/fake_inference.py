@@ -143,6 +143,8 @@ class FakeInference(inference_pb2_grpc.InferenceServicer):
             vocab_size=100,
             num_ready_workers=ready,
             has_chat_template="FAKE_NO_CHAT_TEMPLATE" not in os.environ,
+            default_sampling={"temperature": 0.2, "top_k": 7},
+            default_chat_max_tokens=1024,
         )
         return response
 

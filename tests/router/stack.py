@@ -2,6 +2,7 @@
 
 import asyncio
 import contextlib
+from collections import defaultdict
 from dataclasses import dataclass
 from typing import Any
 
@@ -17,6 +18,7 @@ from router.config import RouterConfig, StreamsConfig, TenantConfig, TenantsConf
 from router.prompts import PromptReader
 from router.router import Router
 from router.rpc.inference import FULL_NAME, InferenceServicer, Services
+from router.rpc.model_defaults import ModelDefaults
 from router.rpc.scheduler_client import SchedulerClient
 from tests.router.fake_scheduler import MODEL, FakeScheduler
 from tests.router.tiny_models import byte_level_model
@@ -78,7 +80,9 @@ class Stack:
 
 
 @contextlib.asynccontextmanager
-async def running_stack(*, schedulers=None, models=None, scheduler=None, store_url="", **settings):
+async def running_stack(
+    *, schedulers=None, models=None, defaults=None, scheduler=None, store_url="", **settings
+):
     tenant = TenantConfig(**settings.pop("tenant", {}))
     named = {name: TenantConfig(**values) for name, values in settings.pop("named", {}).items()}
     streams = StreamsConfig(**settings.pop("streams", {}))
@@ -99,6 +103,7 @@ async def running_stack(*, schedulers=None, models=None, scheduler=None, store_u
         services = Services(
             router=router,
             models=models or {MODEL: byte_level_model()},
+            defaults=defaultdict(ModelDefaults, defaults or {}),
             prompts=prompts,
             schedulers=clients,
             status=store,

@@ -95,10 +95,17 @@ def test_missing_settings_are_named(arguments, message):
     assert message in result.output
 
 
-def test_a_model_that_cannot_be_read_is_named(folder):
-    (folder / "tokenizer.json").write_text("{}")
+@pytest.mark.parametrize(
+    ("name", "content", "message"),
+    [
+        ("tokenizer.json", "{}", "tokenizer.json cannot be read"),
+        ("generation_config.json", '{"top_p": 2}', "generation_config.json: top_p: must be"),
+    ],
+)
+def test_a_model_that_cannot_be_read_is_named(folder, name, content, message):
+    (folder / name).write_text(content)
     command = [sys.executable, "-m", "router", "--scheduler", "127.0.0.1:1", "--model", str(folder)]
     result = subprocess.run(command, capture_output=True, text=True, timeout=60, check=False)
     assert result.returncode == 2
-    assert "tokenizer.json cannot be read" in result.stderr
+    assert message in result.stderr
     assert "Traceback" not in result.stderr

@@ -57,7 +57,10 @@ def test_what_a_server_does_not_serve_yet_is_said(headrace):
 
 def test_models_and_pool_are_tables(headrace):
     assert headrace("models").stdout == "MODEL  MAX TOKENS  WORKERS\nfake   2048        1\n"
-    assert json.loads(headrace("models", "--json").stdout)[0]["name"] == "fake"
+    [model] = json.loads(headrace("models", "--json").stdout)
+    assert model["name"] == "fake"
+    assert model["default_sampling"] == {"temperature": 0.2, "top_k": 7}
+    assert model["default_chat_max_tokens"] == 1024
     lines = headrace("pool").stdout.splitlines()
     assert lines[1].split() == ["w0", "fake", "ready", "unspecified", "cpu", "2/8", "0", "60%"]
     assert lines[2] == "in the router: 2 waiting, 3 given to schedulers, 1 paused"

@@ -33,6 +33,7 @@ def check(message):
         request_id="r",
         model=MODEL,
         stop_by_token_id={},
+        default_max_tokens=None,
         deadline_unix_s=None,
         traceparent="",
     )
