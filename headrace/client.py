@@ -100,7 +100,7 @@ class HeadraceClient:
             priority: smaller is more urgent.
             tenant: who pays.
             deadline_s: seconds from now after which the request ends with reason DEADLINE.
-            cache_salt: separates prefix-cache entries of different users.
+            cache_salt: requests of one tenant and equal salts share cached prefixes.
             include_stop_str_in_output: keep a matched stop string in the text.
             echo: send the prompt's text before the output.
             keep_special_tokens: leave special tokens in the text.

@@ -52,6 +52,13 @@ class RouterConfig(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
     max_report_age_s: Annotated[
         float, help_text("A scheduler that is silent for this long gets no new requests.", gt=0)
     ] = 5.0
+    share_prefix_cache_across_tenants: Annotated[
+        bool,
+        help_text(
+            "Let tenants reuse each other's cached prompts: faster, but usage.cached_tokens then"
+            " tells a tenant what another one has sent."
+        ),
+    ] = False
 
 
 class StreamsConfig(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
@@ -127,5 +134,6 @@ def rules_of(
         limits_by_tenant={name: settings.limits() for name, settings in tenants.named.items()},
         policy=router.policy,
         priority_aging_s=router.priority_aging_s,
+        share_prefix_cache_across_tenants=router.share_prefix_cache_across_tenants,
         unread=UnreadLimits(**msgspec.structs.asdict(streams)),
     )

@@ -202,6 +202,7 @@ class Request:
     number: int
     account: Account
     waker: Waker
+    cache_salt: str = ""  # of its prefixes; see prefix_index.shared_salt
     prefix: Prefix = ()
     deadline: float | None = None
     completions: list[Completion] = field(default_factory=list)

@@ -16,7 +16,7 @@ from headrace.service.errors import ServiceError, aborted
 from router import outcomes
 from router.core.global_queue import GlobalQueue
 from router.core.placement import Pool
-from router.core.prefix_index import prefix_of
+from router.core.prefix_index import prefix_of, shared_salt
 from router.dispatcher import Dispatcher
 from router.gate import Gate
 from router.request import (
@@ -76,6 +76,7 @@ class Router:
         # Of requests that were let in, how many ended how; the rest of num_accepted is live.
         self.num_accepted = 0
         self.num_ended: Counter[FinishReason] = Counter()
+        self._shares_prefixes = rules.share_prefix_cache_across_tenants
         self._gate = Gate(rules, self.dispatcher, status, clock)
         self._status = status
         self._clock = clock
@@ -173,6 +174,7 @@ class Router:
             raise aborted("ABORTED", f"{spec.request_id} was aborted before it was queued")
         deadline = self._deadline(spec)
         max_tokens = self._gate.check(spec, len(prompt_token_ids), deadline, is_read=True)
+        cache_salt = shared_salt(spec.tenant, spec.cache_salt, across_tenants=self._shares_prefixes)
         request = Request(
             spec=spec,
             prompt_token_ids=prompt_token_ids,
@@ -183,7 +185,8 @@ class Router:
             number=self._next_key(),
             account=self.dispatcher.queue.line(spec.model).shares.account(spec.tenant),
             waker=self._waker,
-            prefix=prefix_of(prompt_token_ids, spec.cache_salt),
+            cache_salt=cache_salt,
+            prefix=prefix_of(prompt_token_ids, cache_salt),
             deadline=deadline,
         )
         self._gate.spend(spec.tenant, spec.n * len(prompt_token_ids))

@@ -21,6 +21,7 @@ class Rules:
     priority_aging_s: float = 60.0
     output_price: float = 2.0
     unread: UnreadLimits = field(default_factory=UnreadLimits)
+    share_prefix_cache_across_tenants: bool = False
 
     def make_line(self) -> Line[Any]:
         """An empty line of requests that wait for one model."""

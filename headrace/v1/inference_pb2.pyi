@@ -58,7 +58,10 @@ class GenerateRequest(_message.Message):
     tenant: _builtins.str
     """Who pays. At most 64 characters; empty is the default tenant."""
     cache_salt: _builtins.str
-    """Separates prefix-cache entries of different users. At most 128 bytes; default empty (shared)."""
+    """Requests of one tenant share cached prefixes if their salts are equal. At most 128 bytes.
+    Requests of different tenants share none, unless the router is set to
+    share_prefix_cache_across_tenants.
+    """
     include_stop_str_in_output: _builtins.bool
     """Keep a matched stop string in the text. Default false."""
     echo: _builtins.bool

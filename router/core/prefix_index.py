@@ -21,6 +21,18 @@ _MAX_HASHES = 65_536
 Prefix = Sequence[bytes]
 
 
+def shared_salt(tenant: str, cache_salt: str, *, across_tenants: bool) -> str:
+    """The salt of a request's prefixes: requests of equal salts share cached blocks.
+
+    It goes to the scheduler, too, where it is hashed with a prompt's first block. A tenant that
+    shared blocks with another could tell from usage.cached_tokens what the other one sent.
+    """
+    if across_tenants:
+        return f":{cache_salt}" if cache_salt else ""
+    # The length keeps tenants apart from salts: no two pairs give the same text.
+    return f"{len(tenant)}:{tenant}{cache_salt}" if tenant or cache_salt else ""
+
+
 def prefix_of(token_ids: NDArray[np.int32], salt: str = "") -> Prefix:
     """The hashes of a prompt, [num_tokens]; the last token is never taken from a cache."""
     data = np.ascontiguousarray(token_ids, dtype="<i4").tobytes()

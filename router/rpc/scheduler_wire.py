@@ -66,7 +66,7 @@ def to_submission(completion: Completion) -> scheduler_pb2.Submission:
         # each would take the other's KV blocks, again and again.
         arrival_time_unix_s=request.arrived_unix_s + completion.index * 1e-6,
         deadline_unix_s=spec.deadline_unix_s or 0.0,
-        cache_salt=spec.cache_salt,
+        cache_salt=request.cache_salt,
         tenant=spec.tenant,
         traceparent=spec.traceparent,
     )

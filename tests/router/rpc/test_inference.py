@@ -91,7 +91,7 @@ async def test_tells_the_scheduler_everything_but_text(stack):
     )
     [submission] = stack.scheduler.submissions
     assert (submission.request_id, submission.epoch, submission.model) == ("r", 1, MODEL)
-    assert (submission.priority, submission.tenant, submission.cache_salt) == (-3, "t", "salt")
+    assert (submission.priority, submission.tenant, submission.cache_salt) == (-3, "t", "1:tsalt")
     assert submission.worker_id == "worker-0"
     assert submission.traceparent.startswith("00-" + "1" * 32)
     sampling = submission.sampling
