@@ -117,7 +117,7 @@ async def serve(
         servers.append(server)
     addresses = [await server.start() for server in servers]
     for server in servers:
-        await server.set_serving(True)
+        server.set_serving(True)
     stop = stop_asked()
     write_address(process, ",".join(addresses))
     await stop.wait()

@@ -93,9 +93,9 @@ async def serve(
             is_thread_busy = False
             service.set_engine(loading.result())
             keep_for_good()
-            await server.set_serving(True)
+            server.set_serving(True)
             is_device_lost = await _first(service.device_lost(), stopping)
-            await server.set_serving(False)
+            server.set_serving(False)
             if is_device_lost:
                 logger.critical("the device has failed; what starts us must start us again")
                 is_thread_busy, status = True, _DEVICE_LOST

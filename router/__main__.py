@@ -22,7 +22,14 @@ from headrace.service.process import ProcessConfig, keep_for_good, run, write_ad
 from headrace.service.serving import GrpcServer, ServingConfig, stop_asked
 from headrace.status.states import Writer
 from headrace.status.store import StatusStore
-from router.config import RouterConfig, StreamsConfig, TenantConfig, TenantsConfig, rules_of
+from router.config import (
+    PublicServing,
+    RouterConfig,
+    StreamsConfig,
+    TenantConfig,
+    TenantsConfig,
+    rules_of,
+)
 from router.core.placement import Pool
 from router.prompts import PromptReader
 from router.router import Router
@@ -44,7 +51,7 @@ _SECTIONS: dict[str, tuple[type[Any], str]] = {
     "router": (RouterConfig, ""),
     "streams": (StreamsConfig, ""),
     "tenant": (TenantConfig, "tenant"),
-    "serving": (ServingConfig, ""),
+    "serving": (PublicServing, ""),
     "channel": (ChannelConfig, "scheduler"),
     "process": (ProcessConfig, ""),
 }
@@ -55,7 +62,7 @@ _SECTIONS: dict[str, tuple[type[Any], str]] = {
 @config.flags(RouterConfig)
 @config.flags(StreamsConfig)
 @config.flags(TenantConfig, prefix="tenant")
-@config.flags(ServingConfig)
+@config.flags(PublicServing)
 @config.flags(ChannelConfig, prefix="scheduler")
 @config.flags(ProcessConfig)
 def main(config_file: Path | None, **arguments: Any) -> None:
@@ -123,9 +130,9 @@ async def serve(
                 tasks.create_task(live.run_deadlines()),
                 *(tasks.create_task(scheduler.run()) for scheduler in schedulers),
             ]
-            await server.set_serving(True)
+            server.set_serving(True)
             await stop.wait()
-            await server.set_serving(False)
+            server.set_serving(False)
             await drain(live, serving.drain_timeout_s)
             await server.stop(_CLOSE_STREAMS_S)
             await store.flush(_STORE_FLUSH_S)

@@ -5,6 +5,7 @@ from typing import Annotated
 import msgspec
 
 from headrace.service.config import help_text
+from headrace.service.serving import ServingConfig
 from router.core.admission import Limits, TenantLimits
 from router.core.line import Policy
 from router.core.pauses import SlowClient, UnreadLimits
@@ -59,6 +60,13 @@ class RouterConfig(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
             " tells a tenant what another one has sent."
         ),
     ] = False
+
+
+class PublicServing(ServingConfig, frozen=True, forbid_unknown_fields=True):
+    """How the router listens: its callers are strangers, so it takes smaller messages."""
+
+    # The largest prompt and the rest of its request.
+    max_message_bytes: Annotated[int, help_text("Largest message taken.", ge=1)] = 5 * 1024 * 1024
 
 
 class StreamsConfig(msgspec.Struct, frozen=True, forbid_unknown_fields=True):

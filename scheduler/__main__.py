@@ -90,9 +90,9 @@ async def serve(
         write_address(process, await server.start())
         async with asyncio.TaskGroup() as tasks:
             background = [tasks.create_task(store.run()), tasks.create_task(workers.run())]
-            await server.set_serving(True)
+            server.set_serving(True)
             await stop.wait()
-            await server.set_serving(False)
+            server.set_serving(False)
             logger.info("draining %d requests", len(switchboard.requests))
             if not await workers.drain(serving.drain_timeout_s):
                 logger.warning("stopping with %d requests live", len(switchboard.requests))

@@ -5,8 +5,9 @@ google.rpc details (ErrorInfo with a stable reason, BadRequest with the field, R
 caller gets the same `ServiceError` back from `from_rpc_error`.
 """
 
+import asyncio
 import logging
-from collections.abc import AsyncIterator, Awaitable, Callable
+from collections.abc import Awaitable, Callable
 from typing import Any, NoReturn
 
 import grpc
@@ -15,7 +16,7 @@ from google.protobuf.duration_pb2 import Duration
 from google.protobuf.message import DecodeError
 from google.rpc import error_details_pb2, status_pb2
 
-from headrace.service.handlers import check_decoding, wrap_handler
+from headrace.service.handlers import CallOverError, surround
 
 logger = logging.getLogger(__name__)
 
@@ -151,11 +152,12 @@ def _status_of(error: grpc.aio.AioRpcError) -> status_pb2.Status:
     return status_pb2.Status()
 
 
-def _malformed(error: DecodeError) -> ServiceError:
+def malformed(why: object) -> ServiceError:
+    """The bytes of a request are not a message."""
     return ServiceError(
         grpc.StatusCode.INVALID_ARGUMENT,
         "MALFORMED_MESSAGE",
-        f"the request is not a well-formed message: {error}",
+        f"the request is not a well-formed message: {why}",
     )
 
 
@@ -166,7 +168,7 @@ async def _abort(context: Any, error: ServiceError) -> NoReturn:
     raise AssertionError("abort raises")
 
 
-def _as_service_error(error: Exception, method: str) -> ServiceError:
+def _as_service_error(error: BaseException, method: str) -> ServiceError:
     """The error itself, or INTERNAL for a bug, whose traceback goes to the log only."""
     if isinstance(error, ServiceError):
         return error
@@ -175,7 +177,7 @@ def _as_service_error(error: Exception, method: str) -> ServiceError:
 
 
 class ErrorInterceptor(grpc.aio.ServerInterceptor):
-    """Maps what handlers raise to status codes, for unary and streaming handlers."""
+    """Maps what handlers raise to status codes. Handlers are `make_handler`'s."""
 
     def __init__(self) -> None:
         # By method: its handler as last seen, and what we made of it.
@@ -192,27 +194,34 @@ class ErrorInterceptor(grpc.aio.ServerInterceptor):
         method = handler_call_details.method
         seen, made = self._made.get(method, (None, None))
         if seen is not handler:
-            made = _with_errors_mapped(handler, method.rpartition("/")[2])
+            made = map_errors(handler, method.rpartition("/")[2])
             self._made[method] = handler, made
         return made
 
 
-def _with_errors_mapped(handler: Any, method: str) -> Any:
-    async def unary(call: Callable[[], Awaitable[Any]], context: Any) -> Any:
+def map_errors(handler: Any, method: str) -> Any:
+    """The handler of `make_handler`, answering every exception that is no cancellation."""
+
+    async def around(call: Callable[[], Awaitable[Any]], context: Any) -> Any:
         try:
             return await call()
-        except (grpc.aio.AbortError, grpc.aio.UsageError):
+        except (grpc.aio.AbortError, grpc.aio.UsageError, *_ENDS):
             raise
-        except Exception as error:  # noqa: BLE001 a bug must become INTERNAL, never a hang
+        except BaseException as error:
+            if _is_cancelled(error):
+                raise
             await _abort(context, _as_service_error(error, method))
 
-    async def stream(call: Callable[[], AsyncIterator[Any]], context: Any) -> AsyncIterator[Any]:
-        try:
-            async for message in call():
-                yield message
-        except (grpc.aio.AbortError, grpc.aio.UsageError):
-            raise
-        except Exception as error:  # noqa: BLE001
-            await _abort(context, _as_service_error(error, method))
+    return surround(handler, around)
 
-    return wrap_handler(check_decoding(handler, _malformed), unary, stream)
+
+# What ends the process or a generator, not just a call.
+_ENDS = (KeyboardInterrupt, SystemExit, GeneratorExit)
+
+
+def _is_cancelled(error: BaseException) -> bool:
+    """Whether the call is over, as opposed to a cancelled future that its handler waited for."""
+    if not isinstance(error, asyncio.CancelledError):
+        return False
+    task = asyncio.current_task()
+    return isinstance(error, CallOverError) or (task is not None and task.cancelling() > 0)

@@ -1,43 +1,90 @@
-"""Wraps a gRPC method handler of any kind, so that an interceptor is written once."""
+"""The one shape that every gRPC method has here: a coroutine over the bytes of its messages.
+
+A method is registered in any of gRPC's four kinds, as a coroutine or an async generator, with
+messages that gRPC would decode before any of our code runs. `over_bytes` turns all of them into
+one kind, so that an interceptor is written once, sees every error, and runs before decoding.
+"""
 
 import asyncio
-import inspect
+import contextlib
 from collections.abc import AsyncIterator, Awaitable, Callable
 from typing import Any
 
 import grpc
 import grpc.aio
-from google.protobuf.message import DecodeError
 
-AroundUnary = Callable[[Callable[[], Awaitable[Any]], Any], Awaitable[Any]]
-AroundStream = Callable[[Callable[[], AsyncIterator[Any]], Any], AsyncIterator[Any]]
+Call = Callable[[Any], Awaitable[Any]]
+Around = Callable[[Callable[[], Awaitable[Any]], Any], Awaitable[Any]]
 
 
-def wrap_handler(handler: Any, unary: AroundUnary, stream: AroundStream) -> Any:
-    """The same handler with `unary` or `stream` around each call.
+def make_handler(call: Call, *, has_response_stream: bool, serialize: Any = None) -> Any:
+    """A gRPC method handler that reads no message until `call` asks for one.
 
-    `unary(call, context)` surrounds a handler that returns its response (or writes to the
-    context itself); `stream(call, context)` surrounds one that yields. Both get a `call` without
-    arguments that starts the inner handler. None, for an unknown method, stays None.
+    Args:
+        call: given the call's context, from which it reads the bytes of requests; returns the
+            response's bytes, or writes a stream of responses to the context.
+        has_response_stream: whether it writes a stream.
+        serialize: for what it writes.
     """
-    if handler is None:
-        return None
-    kind = f"{_arity(handler.request_streaming)}_{_arity(handler.response_streaming)}"
-    inner = getattr(handler, kind)
-
-    async def around_unary(request: Any, context: Any) -> Any:
-        return await unary(lambda: inner(request, context), context)
-
-    async def around_stream(request: Any, context: Any) -> AsyncIterator[Any]:
-        async for message in stream(lambda: inner(request, context), context):
-            yield message
-
-    around = around_stream if inspect.isasyncgenfunction(inner) else around_unary
+    kind = "stream_stream" if has_response_stream else "stream_unary"
     make = getattr(grpc, f"{kind}_rpc_method_handler")
-    return make(
-        around,
-        request_deserializer=handler.request_deserializer,
-        response_serializer=handler.response_serializer,
+
+    # Requests come from the context: gRPC's own iterator keeps the last one until the call ends.
+    async def behaviour(_messages: Any, context: Any) -> Any:
+        return await call(context)
+
+    return make(behaviour, request_deserializer=None, response_serializer=serialize)
+
+
+def over_bytes(
+    handler: Any, decode: Callable[[bytes], Any], read_one: Callable[[Any], Awaitable[Any]]
+) -> Any:
+    """The same method as `make_handler` makes them.
+
+    Args:
+        handler: as it was registered.
+        decode: one message of a request stream.
+        read_one: the message of a method that takes one, from the call's context.
+    """
+    kind = f"{_arity(handler.request_streaming)}_{_arity(handler.response_streaming)}"
+    behaviour, serialize = getattr(handler, kind), handler.response_serializer
+
+    async def call(context: Any) -> Any:
+        is_stream = handler.request_streaming
+        request = _Decoded(context, decode) if is_stream else await read_one(context)
+        responses = behaviour(request, context)
+        # Only the handler itself holds its request, which it may drop before it ends.
+        del request
+        if not handler.response_streaming:
+            return serialize(await responses)
+        if not isinstance(responses, AsyncIterator):
+            return await responses
+        async with contextlib.aclosing(responses):  # type: ignore[type-var]
+            async for response in responses:
+                await write(context, response)
+        return None
+
+    return make_handler(
+        call,
+        has_response_stream=handler.response_streaming,
+        serialize=serialize if handler.response_streaming else None,
+    )
+
+
+def surround(handler: Any, around: Around) -> Any:
+    """A handler of `make_handler` with `around(call, context)` around each call.
+
+    `call` has no arguments and runs the handler; what `around` returns is the call's response.
+    """
+    inner = handler.stream_stream if handler.response_streaming else handler.stream_unary
+
+    async def call(context: Any) -> Any:
+        return await around(lambda: inner(None, context), context)
+
+    return make_handler(
+        call,
+        has_response_stream=handler.response_streaming,
+        serialize=handler.response_serializer,
     )
 
 
@@ -45,50 +92,40 @@ async def write(context: Any, message: Any) -> None:
     """Sends one message of a stream.
 
     Raises:
-        CancelledError: the call is over. A handler that is in the middle of a message when its
+        CallOverError: the call is over. A handler that is in the middle of a message when its
             caller leaves, or its time is up, may hear of that by this and nothing else.
     """
     try:
         await context.write(message)
     except grpc.aio.InternalError as error:
-        raise asyncio.CancelledError from error
+        raise CallOverError from error
 
 
-def check_decoding(handler: Any, malformed: Callable[[DecodeError], Exception]) -> Any:
-    """The same handler, raising `malformed(why)` for a request that is not its message.
+class CallOverError(asyncio.CancelledError):
+    """The caller has left or its time is up, and gRPC has not said so yet by cancelling us."""
 
-    Without it gRPC answers UNKNOWN before any of our code runs. Streams of requests stay as they
-    are: only our own services send them.
-    """
-    if handler is None or handler.request_streaming:
-        return handler
-    kind = f"unary_{_arity(handler.response_streaming)}"
-    inner, decode = getattr(handler, kind), handler.request_deserializer
 
-    def decode_or_keep(data: bytes) -> Any:
-        try:
-            return decode(data)
-        except DecodeError as error:
-            return error
+async def read(context: Any) -> bytes | None:
+    """The next request message of a call; None when there are no more."""
+    data = await context.read()
+    return None if data is grpc.aio.EOF else data
 
-    def checked(request: Any, context: Any) -> Any:
-        if isinstance(request, DecodeError):
-            raise malformed(request)
-        return inner(request, context)
 
-    async def checked_unary(request: Any, context: Any) -> Any:
-        return await checked(request, context)
+class _Decoded:
+    """The messages of a request stream."""
 
-    async def checked_stream(request: Any, context: Any) -> AsyncIterator[Any]:
-        async for message in checked(request, context):
-            yield message
+    def __init__(self, context: Any, decode: Callable[[bytes], Any]) -> None:
+        self._context = context
+        self._decode = decode
 
-    make = getattr(grpc, f"{kind}_rpc_method_handler")
-    return make(
-        checked_stream if inspect.isasyncgenfunction(inner) else checked_unary,
-        request_deserializer=decode_or_keep,
-        response_serializer=handler.response_serializer,
-    )
+    def __aiter__(self) -> AsyncIterator[Any]:
+        return self
+
+    async def __anext__(self) -> Any:
+        data = await read(self._context)
+        if data is None:
+            raise StopAsyncIteration
+        return self._decode(data)
 
 
 def _arity(is_stream: bool) -> str:

@@ -1,20 +1,20 @@
 """A gRPC server as every service here runs it: health, reflection, TLS, token, clear errors."""
 
 import asyncio
-import hmac
 import signal
-from collections.abc import AsyncIterator, Awaitable, Callable, Sequence
-from typing import Annotated, Any
+from collections.abc import Sequence
+from typing import Annotated
 
 import grpc
 import grpc.aio
 import msgspec
-from grpc_health.v1 import health, health_pb2, health_pb2_grpc
 from grpc_reflection.v1alpha import reflection
 
+from headrace.service import health
+from headrace.service.auth import AuthInterceptor
 from headrace.service.config import ConfigError, help_text
-from headrace.service.errors import ErrorInterceptor, unauthenticated
-from headrace.service.handlers import wrap_handler
+from headrace.service.errors import ErrorInterceptor
+from headrace.service.requests import RequestInterceptor
 from headrace.service.tls import read_authorities, read_pair, read_token
 
 _MAX_PORT = 65_535
@@ -35,39 +35,10 @@ class ServingConfig(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
     auth_token_file: Annotated[
         str, help_text("File with a token; callers must send it as `authorization: Bearer`.")
     ] = ""
-    max_message_bytes: Annotated[int, help_text("Largest message taken.", ge=1)] = 16 * 1024 * 1024
+    max_message_bytes: Annotated[
+        int, help_text("Largest message taken; a router's default is 5 MiB.", ge=1)
+    ] = 16 * 1024 * 1024
     drain_timeout_s: Annotated[float, help_text("Time to finish work after SIGTERM.", ge=0)] = 30.0
-
-
-class AuthInterceptor(grpc.aio.ServerInterceptor):
-    """Refuses calls without the bearer token; health stays open, for probes."""
-
-    def __init__(self, token: str) -> None:
-        self._expected = f"Bearer {token}".encode()
-
-    async def intercept_service(
-        self,
-        continuation: Callable[[grpc.HandlerCallDetails], Awaitable[Any]],
-        handler_call_details: grpc.HandlerCallDetails,
-    ) -> Any:
-        handler = await continuation(handler_call_details)
-        if handler_call_details.method.startswith("/grpc.health."):
-            return handler
-        metadata = dict(handler_call_details.invocation_metadata or ())
-        sent = metadata.get("authorization", "")
-        raw = sent if isinstance(sent, bytes) else sent.encode()
-        if hmac.compare_digest(raw, self._expected):
-            return handler
-
-        async def refuse(_call: Any, _context: Any) -> Any:
-            raise unauthenticated(
-                "BAD_TOKEN", "send metadata `authorization: Bearer TOKEN` with this server's token"
-            )
-
-        async def refuse_stream(_call: Any, context: Any) -> AsyncIterator[Any]:
-            yield await refuse(_call, context)
-
-        return wrap_handler(handler, refuse, refuse_stream)
 
 
 class GrpcServer:
@@ -81,15 +52,15 @@ class GrpcServer:
     ) -> None:
         """service_names are full names, e.g. "headrace.v1.Inference"."""
         self._config = config
-        # Outermost first: a refused token is an error too, and errors are traced.
-        chain: list[grpc.aio.ServerInterceptor] = [*interceptors, ErrorInterceptor()]
+        # Outermost first.
+        chain = [*interceptors, ErrorInterceptor(), RequestInterceptor()]
         if config.auth_token_file:
-            chain.append(AuthInterceptor(read_token(config.auth_token_file)))
+            chain.insert(0, AuthInterceptor(read_token(config.auth_token_file)))
         self.server = grpc.aio.server(
             interceptors=chain,
             options=[
                 ("grpc.max_receive_message_length", config.max_message_bytes),
-                ("grpc.max_send_message_length", config.max_message_bytes),
+                ("grpc.max_send_message_length", -1),
                 # A port that is taken must be an error, not a second listener.
                 ("grpc.so_reuseport", 0),
                 # Clients behind gateways ping during a long silent prefill; let them.
@@ -98,14 +69,13 @@ class GrpcServer:
                 ("grpc.keepalive_permit_without_calls", 1),
             ],
         )
-        self._names = (*service_names, health.SERVICE_NAME, reflection.SERVICE_NAME)
-        self._health = health.aio.HealthServicer()
-        health_pb2_grpc.add_HealthServicer_to_server(self._health, self.server)
-        reflection.enable_server_reflection(self._names, self.server)
+        names = (*service_names, health.FULL_NAME, reflection.SERVICE_NAME)
+        self._health = health.Health(names)
+        self._health.add_to(self.server)
+        reflection.enable_server_reflection(names, self.server)
 
     async def start(self) -> str:
         """Listen; returns the bound "host:port". Health says NOT_SERVING until told otherwise."""
-        await self.set_serving(False)
         listen = self._config.listen
         port_text = listen.rpartition(":")[2]
         # gRPC takes a larger port modulo 65536.
@@ -126,15 +96,9 @@ class GrpcServer:
             return listen
         return f"{listen.rpartition(':')[0]}:{port}"
 
-    async def set_serving(self, serving: bool) -> None:
-        """What health checks answer, for every service on this port and for ""."""
-        status = (
-            health_pb2.HealthCheckResponse.SERVING
-            if serving
-            else health_pb2.HealthCheckResponse.NOT_SERVING
-        )
-        for name in ("", *self._names):
-            await self._health.set(name, status)
+    def set_serving(self, is_serving: bool) -> None:
+        """What health checks answer."""
+        self._health.set_serving(is_serving)
 
     async def stop(self, grace_s: float) -> None:
         """Refuse new calls, give live ones grace_s seconds, then cancel them."""

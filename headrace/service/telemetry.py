@@ -11,7 +11,7 @@ import asyncio
 import contextlib
 import os
 import re
-from collections.abc import AsyncIterator, Callable, Iterator, Mapping, Sequence
+from collections.abc import Awaitable, Callable, Iterator, Mapping, Sequence
 from contextvars import ContextVar
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any
@@ -23,7 +23,7 @@ from opentelemetry.trace import Link, NonRecordingSpan, Span, SpanContext, SpanK
 from opentelemetry.trace.status import Status, StatusCode
 
 from headrace.service.config import ConfigError
-from headrace.service.handlers import write
+from headrace.service.handlers import surround
 
 if TYPE_CHECKING:
     from opentelemetry.sdk.trace import TracerProvider
@@ -273,42 +273,12 @@ class ServerSpans(grpc.aio.ServerInterceptor):
         traceparent = metadata.get("traceparent", "")
         if handler is None or not traceparent:
             return handler
-        return _traced(handler, handler_call_details.method, str(traceparent))
 
+        async def traced(call: Callable[[], Awaitable[Any]], context: Any) -> Any:
+            with _server_span(handler_call_details.method, str(traceparent), context):
+                return await call()
 
-def _traced(handler: Any, method: str, traceparent: str) -> Any:
-    """The handler with a span around it."""
-    kind = ("stream" if handler.request_streaming else "unary") + (
-        "_stream" if handler.response_streaming else "_unary"
-    )
-    inner = getattr(handler, kind)
-
-    async def respond(request: Any, context: Any) -> Any:
-        with _server_span(method, traceparent, context):
-            return await inner(request, context)
-
-    # A coroutine that writes, not a generator: cancellation is raised inside it while it writes,
-    # so the span ends then and not when the garbage collector comes round.
-    async def stream(request: Any, context: Any) -> None:
-        with _server_span(method, traceparent, context):
-            responses = inner(request, context)
-            if not isinstance(responses, AsyncIterator):
-                await responses
-                return
-            try:
-                async for response in responses:
-                    await write(context, response)
-            finally:
-                if hasattr(responses, "aclose"):
-                    await responses.aclose()
-
-    make = getattr(grpc, f"{kind}_rpc_method_handler")
-    behaviour = stream if handler.response_streaming else respond
-    return make(
-        behaviour,
-        request_deserializer=handler.request_deserializer,
-        response_serializer=handler.response_serializer,
-    )
+        return surround(handler, traced)
 
 
 @contextlib.contextmanager

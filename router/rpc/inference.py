@@ -15,6 +15,7 @@ import grpc.aio
 from headrace.service import telemetry
 from headrace.service.errors import ServiceError, invalid, not_found, unimplemented
 from headrace.service.handlers import write
+from headrace.service.requests import release_request
 from headrace.status.store import StatusStore
 from headrace.v1 import common_pb2, inference_pb2, inference_pb2_grpc
 from router.prompts import PromptReader
@@ -67,6 +68,9 @@ class InferenceServicer:
             spans.generation(request, request_id, model_name, context) as span,
         ):
             live = await self._submit(request, reservation, model_name, context)
+            # Everything that is needed of it is in `live`.
+            del request
+            release_request()
             try:
                 await self._answer(live, context)
             finally:
@@ -95,7 +99,7 @@ class InferenceServicer:
             deadline_unix_s=_call_deadline(context),
             traceparent=telemetry.current_traceparent(),
         )
-        wire.add_bad_token_ids(request.sampling, model.tokenizer)
+        wire.add_bad_token_ids(spec, model.tokenizer)
         token_ids, text = await services.prompts.read(
             model,
             wire.to_prompt(request, bounds),

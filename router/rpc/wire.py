@@ -103,7 +103,9 @@ def to_spec(
     traceparent: str,
 ) -> Spec:
     """All but the prompt; deadline_unix_s is the call's own, and the earlier one wins."""
-    sampling = request.sampling
+    # A copy: a message in another keeps all of that in memory.
+    sampling = common_pb2.SamplingParams()
+    sampling.CopyFrom(request.sampling)
     check_sampling(sampling, bounds.vocab_size)
     if len(request.cache_salt.encode()) > _MAX_SALT_BYTES:
         raise invalid("cache_salt", f"must have at most {_MAX_SALT_BYTES} bytes")
@@ -259,8 +261,10 @@ def control_stops(
     return {ids[stop]: stop for stop in sampling.stop if stop in ids}
 
 
-def add_bad_token_ids(sampling: common_pb2.SamplingParams, tokenizer: TextTokenizer) -> None:
+def add_bad_token_ids(spec: Spec, tokenizer: TextTokenizer) -> None:
     """Adds the tokens of bad_words to bad_token_ids; the words have been checked."""
+    sampling = spec.sampling
+    assert isinstance(sampling, common_pb2.SamplingParams), "as to_spec makes it"
     for position, word in enumerate(sampling.bad_words):
         sequences = bad_word_sequences(word, tokenizer)
         if not sequences:

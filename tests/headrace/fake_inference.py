@@ -169,7 +169,7 @@ async def start(config: ServingConfig | None = None) -> tuple[FakeInference, Grp
     server = GrpcServer(config or ServingConfig(), ["headrace.v1.Inference"])
     inference_pb2_grpc.add_InferenceServicer_to_server(servicer, server.server)
     address = await server.start()
-    await server.set_serving(True)
+    server.set_serving(True)
     return servicer, server, address
 
 

@@ -10,6 +10,7 @@ import pytest
 
 from headrace.service import telemetry
 from headrace.service.config import ConfigError
+from headrace.service.serving import GrpcServer, ServingConfig
 from headrace.v1 import inference_pb2, inference_pb2_grpc
 from tests.headrace.otlp_receiver import OtlpReceiver
 
@@ -58,16 +59,15 @@ class Servicer(inference_pb2_grpc.InferenceServicer):
 
 @asynccontextmanager
 async def serving(telemetry_):
-    server = grpc.aio.server(interceptors=telemetry_.server_interceptors)
+    server = GrpcServer(ServingConfig(), [], telemetry_.server_interceptors)
     servicer = Servicer()
-    inference_pb2_grpc.add_InferenceServicer_to_server(servicer, server)
-    port = server.add_insecure_port("127.0.0.1:0")
-    await server.start()
+    inference_pb2_grpc.add_InferenceServicer_to_server(servicer, server.server)
+    address = await server.start()
     try:
-        async with grpc.aio.insecure_channel(f"127.0.0.1:{port}") as channel:
+        async with grpc.aio.insecure_channel(address) as channel:
             yield inference_pb2_grpc.InferenceStub(channel), servicer
     finally:
-        await server.stop(None)
+        await server.stop(0)
 
 
 async def generate(stub, model="", metadata=(("traceparent", CALLER),), timeout_s=None):
@@ -130,7 +130,7 @@ async def test_a_stream_whose_time_is_up_is_reported_as_late(receiver, traced):
 
 
 @pytest.mark.parametrize(
-    ("model", "code", "status"), [("abort", "INVALID_ARGUMENT", 0), ("crash", "UNKNOWN", 2)]
+    ("model", "code", "status"), [("abort", "INVALID_ARGUMENT", 0), ("crash", "INTERNAL", 2)]
 )
 async def test_the_callers_fault_is_not_the_servers(receiver, traced, model, code, status):
     async with serving(traced) as (stub, _):

@@ -1,0 +1,72 @@
+"""grpc.health.v1 without a lock: a watcher that does not read holds up itself and nobody else.
+
+The servicer of grpcio-health-checking writes to a watcher while it holds the lock that every other
+watcher and every change of status need.
+"""
+
+import asyncio
+from collections.abc import Iterable
+from typing import Any
+
+import grpc.aio
+from grpc_health.v1 import health_pb2, health_pb2_grpc
+
+from headrace.service.crowd import Crowd
+from headrace.service.errors import not_found
+from headrace.service.handlers import write
+
+FULL_NAME = "grpc.health.v1.Health"
+
+# Callers need no token.
+_MAX_WATCHERS = 256
+
+_Status = health_pb2.HealthCheckResponse
+
+
+class Health(health_pb2_grpc.HealthServicer):
+    """What health checks answer: the same for every service of a port, and for ""."""
+
+    def __init__(self, service_names: Iterable[str]) -> None:
+        self._names = ("", *service_names)
+        self._is_serving = False
+        self._changed = asyncio.Event()
+        self.watchers = Crowd(_MAX_WATCHERS)
+
+    def add_to(self, server: grpc.aio.Server) -> None:
+        """Registers the service."""
+        health_pb2_grpc.add_HealthServicer_to_server(self, server)
+
+    def set_serving(self, is_serving: bool) -> None:
+        """Changes the status and wakes watchers; waits for none of them."""
+        self._is_serving = is_serving
+        self._changed.set()
+        self._changed = asyncio.Event()
+
+    async def Check(
+        self, request: health_pb2.HealthCheckRequest, _context: Any
+    ) -> health_pb2.HealthCheckResponse:
+        if request.service not in self._names:
+            raise not_found("UNKNOWN_SERVICE", f"service: {request.service!r} is not on this port")
+        return self._status
+
+    async def List(self, _request: Any, _context: Any) -> Any:
+        make: Any = getattr(health_pb2, "HealthListResponse")  # noqa: B009 its stubs lack it
+        return make(statuses=dict.fromkeys(self._names, self._status))
+
+    async def Watch(self, request: health_pb2.HealthCheckRequest, context: Any) -> None:
+        """The status now and whenever it changes. The oldest watcher ends when there are many."""
+        unknown = _Status(status=_Status.SERVICE_UNKNOWN)
+        is_known = request.service in self._names
+        last = None
+        async with self.watchers.place():
+            while True:
+                changed = self._changed
+                status = self._status if is_known else unknown
+                if status != last:
+                    await write(context, status)
+                    last = status
+                await changed.wait()
+
+    @property
+    def _status(self) -> health_pb2.HealthCheckResponse:
+        return _Status(status=_Status.SERVING if self._is_serving else _Status.NOT_SERVING)

@@ -1,0 +1,184 @@
+"""Reads and decodes requests, so that no caller makes a service hold much more than was sent.
+
+Bytes of a request are read once its call is let in (`auth` comes first) and decoded when their
+number of fields is within bounds. Large ones are decoded a few at a time: their bytes count until
+the handler calls `release_request` or ends, and others wait for them, first come, first served.
+"""
+
+import asyncio
+from collections import deque
+from collections.abc import Awaitable, Callable
+from contextvars import ContextVar
+from typing import Any, cast
+
+import grpc
+import grpc.aio
+from google.protobuf.message import DecodeError, Message
+
+from headrace.service.auth import is_health
+from headrace.service.crowd import Crowd
+from headrace.service.errors import ServiceError, exhausted, malformed
+from headrace.service.handlers import over_bytes, read, surround
+from headrace.service.message_size import MAX_FIELDS, too_many_fields
+
+# Smaller requests wait for nobody.
+_MAX_SMALL_BYTES = 64 * 1024
+_MAX_LARGE_BYTES = 24 * 1024 * 1024
+_MAX_WAITING_BYTES = 64 * 1024 * 1024
+# A health check names a service. Callers need no token for it, so few may be in the middle of one.
+_MAX_HEALTH_BYTES = 1024
+_MAX_HEALTH_READS = 64
+
+_held: ContextVar["_Held | None"] = ContextVar("headrace_request", default=None)
+
+
+class RequestInterceptor(grpc.aio.ServerInterceptor):
+    """Gives handlers decoded requests; innermost, as it takes handlers as they were registered."""
+
+    def __init__(self) -> None:
+        self._large = LargeRequests(_MAX_LARGE_BYTES, _MAX_WAITING_BYTES)
+        self._health_reads = Crowd(_MAX_HEALTH_READS)
+        # By method: its handler as it was registered, and what we made of it.
+        self._made: dict[str, tuple[Any, Any]] = {}
+
+    async def intercept_service(
+        self,
+        continuation: Callable[[grpc.HandlerCallDetails], Awaitable[Any]],
+        handler_call_details: grpc.HandlerCallDetails,
+    ) -> Any:
+        handler = await continuation(handler_call_details)
+        if handler is None:
+            return None
+        method = handler_call_details.method
+        seen, made = self._made.get(method, (None, None))
+        if seen is not handler:
+            made = self._over_bytes(handler, method)
+            self._made[method] = handler, made
+        return made
+
+    def _over_bytes(self, handler: Any, method: str) -> Any:
+        # FromString is a class method of the message.
+        message = handler.request_deserializer.__self__
+        # Streams of requests come from our own services, but for reflection's.
+        is_ours = handler.request_streaming and method.startswith("/headrace.")
+
+        def decode(data: bytes) -> Message:
+            if not is_ours and too_many_fields(data, message.DESCRIPTOR):
+                raise _too_many_fields()
+            try:
+                return cast("Message", message.FromString(data))
+            except DecodeError as error:
+                raise malformed(error) from error
+
+        async def read_one(context: Any) -> Message:
+            data = await _only(context)
+            await self._large.enter(len(data))
+            return decode(data)
+
+        async def read_health(context: Any) -> Message:
+            async with self._health_reads.place():
+                data = await _only(context)
+            if len(data) > _MAX_HEALTH_BYTES:
+                raise exhausted("TOO_LARGE", f"send at most {_MAX_HEALTH_BYTES} bytes")
+            return decode(data)
+
+        async def around(call: Callable[[], Awaitable[Any]], _context: Any) -> Any:
+            try:
+                return await call()
+            finally:
+                release_request()
+
+        reader = read_health if is_health(method) else read_one
+        return surround(over_bytes(handler, decode, reader), around)
+
+
+def _too_many_fields() -> ServiceError:
+    return ServiceError(
+        grpc.StatusCode.INVALID_ARGUMENT,
+        "TOO_MANY_FIELDS",
+        f"a request has at most {MAX_FIELDS} fields, those of messages in it counted;"
+        " send fewer messages or entries",
+    )
+
+
+async def _only(context: Any) -> bytes:
+    """The one request of a call."""
+    data = await read(context)
+    if data is None:
+        raise malformed("there is none")
+    return data
+
+
+def release_request() -> None:
+    """Says that the handler of this task keeps nothing of its request: others can be decoded."""
+    if (held := _held.get()) is not None:
+        held.release()
+
+
+class LargeRequests:
+    """Admits large requests to being decoded, in their order."""
+
+    def __init__(self, max_bytes: int, max_waiting_bytes: int) -> None:
+        """max_bytes are of those admitted, at least one; max_waiting_bytes of those that wait."""
+        self._max_bytes = max_bytes
+        self._max_waiting_bytes = max_waiting_bytes
+        self._waiting: deque[tuple[int, asyncio.Future[None]]] = deque()
+        self.num_bytes = 0
+        self.num_waiting_bytes = 0
+
+    async def enter(self, num_bytes: int) -> None:
+        """Waits for a request's turn; `release_request` in the same task ends it.
+
+        Raises:
+            ServiceError: RESOURCE_EXHAUSTED, when too much waits already.
+        """
+        if num_bytes > _MAX_SMALL_BYTES:
+            await self._enter(num_bytes)
+            _held.set(_Held(self, num_bytes))
+
+    async def _enter(self, num_bytes: int) -> None:
+        if not self._waiting and self._has_room(num_bytes):
+            self.num_bytes += num_bytes
+            return
+        if self.num_waiting_bytes + num_bytes > self._max_waiting_bytes:
+            raise exhausted("TOO_MANY_REQUESTS", "too many large requests wait to be read", 1.0)
+        entry = num_bytes, asyncio.get_running_loop().create_future()
+        self._waiting.append(entry)
+        self.num_waiting_bytes += num_bytes
+        try:
+            await entry[1]
+        except asyncio.CancelledError:
+            if entry in self._waiting:
+                self._waiting.remove(entry)
+                self.num_waiting_bytes -= num_bytes
+                self._admit()
+            else:
+                self.leave(num_bytes)
+            raise
+
+    def leave(self, num_bytes: int) -> None:
+        """A request that was admitted is not held any more."""
+        self.num_bytes -= num_bytes
+        self._admit()
+
+    def _admit(self) -> None:
+        while self._waiting and self._has_room(self._waiting[0][0]):
+            num_bytes, turn = self._waiting.popleft()
+            self.num_waiting_bytes -= num_bytes
+            self.num_bytes += num_bytes
+            turn.set_result(None)
+
+    def _has_room(self, num_bytes: int) -> bool:
+        return not self.num_bytes or self.num_bytes + num_bytes <= self._max_bytes
+
+
+class _Held:
+    """The bytes of one request, given back once."""
+
+    def __init__(self, owner: LargeRequests, num_bytes: int) -> None:
+        self._owner = owner
+        self._num_bytes = num_bytes
+
+    def release(self) -> None:
+        self._owner.leave(self._num_bytes)
+        self._num_bytes = 0
