@@ -169,7 +169,7 @@ def _is_length_before_min_tokens(
     trace: Record, num_outputs: Counter[str], expected: Record, got: Record
 ) -> bool:
     request_id = expected["id"]
-    min_tokens = trace["requests"][request_id].get("min_tokens", 0)
+    min_tokens = trace["requests"].get(request_id, {}).get("min_tokens", 0)
     is_guarded = num_outputs[request_id] < min_tokens
     return is_guarded and got == expected | {"finish": "length"}
 

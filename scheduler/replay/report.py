@@ -1,16 +1,25 @@
 """What `headrace replay` prints: a comparison with the core, or what other settings would do."""
 
+import contextlib
 import json
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from pathlib import Path
 from typing import Any
 
 import click
+import msgspec
 
-from scheduler.replay.reader import read_traces
+from scheduler.replay.reader import UNPACK_ERRORS, read_traces
 from scheduler.replay.replay import first_difference
 from scheduler.replay.trace import Record
 from scheduler.replay.what_if import Outcome, changed, recorded_outcome, settings, try_settings
+
+# What records that are well-formed and make no sense lead to: unknown names, lengths that do not
+# fit, blocks that are held twice, tables that do not fit in memory.
+_SENSELESS = (
+    *(LookupError, ValueError, TypeError, AssertionError, ArithmeticError, AttributeError),
+    *(RecursionError, MemoryError, msgspec.DecodeError, *UNPACK_ERRORS),
+)
 
 
 def compare(paths: Sequence[Path]) -> bool:
@@ -19,12 +28,16 @@ def compare(paths: Sequence[Path]) -> bool:
     Raises:
         ValueError: a file holds no trace.
     """
-    loaded = [named for path in paths for named in read_traces(path)]
-    num_different = sum(not _matches(name, trace) for name, trace in loaded)
+    num_traces = num_different = 0
+    for path in paths:
+        for name, trace in read_traces(path):
+            num_traces += 1
+            with _located(name, trace):
+                num_different += not _matches(name, trace)
     if num_different:
-        click.echo(f"{num_different} of {len(loaded)} differ")
+        click.echo(f"{num_different} of {num_traces} differ")
         return False
-    click.echo(f"{len(loaded)} of {len(loaded)} match")
+    click.echo(f"{num_traces} of {num_traces} match")
     return True
 
 
@@ -37,7 +50,18 @@ def try_changes(paths: Sequence[Path], changes: Sequence[str]) -> None:
     """
     for path in paths:
         for name, trace in read_traces(path):
-            _print_outcomes(name, trace, changes)
+            with _located(name, trace):
+                _print_outcomes(name, trace, changes)
+
+
+@contextlib.contextmanager
+def _located(name: str, trace: Record) -> Iterator[None]:
+    """Turns what a senseless trace makes of our core into an error that says where it stands."""
+    try:
+        yield
+    except _SENSELESS as error:
+        where = trace["steps"].where
+        raise ValueError(f"{name}: {where}: {type(error).__name__}: {error}") from error
 
 
 def _matches(name: str, trace: Record) -> bool:

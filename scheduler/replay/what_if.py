@@ -5,16 +5,19 @@ recording, and are given the tokens they were given there; after those, token 0.
 at the recording's rate. Steps are counted, not timed: a changed budget changes how long one takes.
 """
 
-from collections import deque
+from array import array
+from collections import Counter, defaultdict, deque
 from collections.abc import Sequence
 from dataclasses import dataclass, fields, replace
 from typing import Any, get_args, get_type_hints
 
+import msgspec
 import numpy as np
 
 from scheduler.core.plan import Pause, SchedulerConfig, StepPlan, StepResult
 from scheduler.core.scheduler import SchedulerCore
-from scheduler.replay.trace import Record, trace_config, trace_request
+from scheduler.replay.schema import HeadRecord
+from scheduler.replay.trace import Record, header, trace_config, trace_request
 
 # A run that needs so many times the recording's steps does not come to an end.
 MAX_STEPS_FACTOR = 50
@@ -54,7 +57,12 @@ def changed(config: SchedulerConfig, changes: Sequence[str]) -> SchedulerConfig:
             names = ", ".join(field.name for field in fields(SchedulerConfig))
             raise ValueError(f"{change!r}: expected NAME=VALUE with NAME one of {names}")
         values[name] = _parsed(name, text, types[name])
-    return replace(config, **values)
+    config = replace(config, **values)
+    try:
+        msgspec.convert(header(config, ""), HeadRecord)
+    except msgspec.ValidationError as error:
+        raise ValueError(f"no core can have that: {error}") from error
+    return config
 
 
 def _parsed(name: str, text: str, kind: Any) -> Any:
@@ -82,7 +90,9 @@ def recorded_outcome(trace: Record) -> Outcome:
     computed: dict[str, int] = {}
     for name in _live_at_start(trace):
         sums.arrived(name, trace["start"]["step"])
+    num_steps = 0
     for step in trace["steps"]:
+        num_steps += 1
         for name in step.get("add", ()):
             sums.arrived(name, step["i"])
         plan = step.get("sched", {})
@@ -95,7 +105,7 @@ def recorded_outcome(trace: Record) -> Outcome:
             sums.num_output_tokens += len(output["tokens"])
             sums.num_finished += "finish" in output
         computed = {name: fields[1] for name, fields in step["state"]["reqs"].items()}
-    return sums.outcome(len(trace["steps"]))
+    return sums.outcome(num_steps)
 
 
 def try_settings(trace: Record, config: SchedulerConfig) -> Outcome:
@@ -146,21 +156,22 @@ class _Trial:
         self._names: list[str] = []
         self._key_by_name: dict[str, int] = {}
         self._outputs = _outputs_by_name(trace)
-        self._num_given = dict.fromkeys(trace["requests"], 0)
+        self._num_given: Counter[str] = Counter()
         self._acceptance = _acceptance(trace)
         self._accepted_credit = 0.0
         self._flights: deque[tuple[StepPlan, list[str]]] = deque()
 
     def run(self) -> Outcome:
-        steps = self._trace["steps"]
+        num_recorded = sum(1 for _ in self._trace["steps"])
+        steps = iter(self._trace["steps"])
         for name, output in _live_at_start(self._trace).items():
             self._add(name, 0, 0.0, output)
         for name in self._trace.get("start", {}).get("state", {}).get("paused", ()):
             self._pause_or_continue("pause", name)
-        max_steps = max(MIN_STEPS, MAX_STEPS_FACTOR * len(steps))
+        max_steps = max(MIN_STEPS, MAX_STEPS_FACTOR * num_recorded)
         number = 0
-        while number < len(steps) or (self._core.has_unfinished and number < max_steps):
-            step = steps[number] if number < len(steps) else {}
+        while number < num_recorded or (self._core.has_unfinished and number < max_steps):
+            step: Record = next(steps, {})
             if not step:
                 # Nobody will lift a pause, or bring a grammar, that the recording ended with.
                 self._core.set_pause(Pause.UNPAUSED)
@@ -254,7 +265,7 @@ class _Trial:
         num_accepted = min(int(self._accepted_credit), num_drafts)
         self._accepted_credit -= num_accepted
         start = self._num_given[name]
-        known = self._outputs[name][start : start + 1 + num_accepted]
+        known = self._outputs[name][start : start + 1 + num_accepted].tolist()
         return known + [0] * (1 + num_accepted - len(known))
 
 
@@ -268,23 +279,25 @@ def _live_at_start(trace: Record) -> dict[str, list[int]]:
     return {name: state["requests"][name]["output"] for name in names}
 
 
-def _outputs_by_name(trace: Record) -> dict[str, list[int]]:
-    outputs: dict[str, list[int]] = {name: [] for name in trace["requests"]}
+def _outputs_by_name(trace: Record) -> "dict[str, array[int]]":
+    outputs: defaultdict[str, array[int]] = defaultdict(lambda: array("i"))
     for step in trace["steps"]:
         for output in step.get("update", {}).get("out", ()):
-            outputs[output["id"]] += output["tokens"]
+            outputs[output["id"]].extend(output["tokens"])
     return outputs
 
 
 def _acceptance(trace: Record) -> float:
     """The share of drafts that the recorded worker accepted."""
     num_drafted = num_accepted = 0
-    drafts_by_step = {step["i"]: step.get("sched", {}).get("spec", {}) for step in trace["steps"]}
+    drafts_by_step: Record = {}
     for step in trace["steps"]:
+        if spec := step.get("sched", {}).get("spec"):
+            drafts_by_step[step["i"]] = spec
         update = step.get("update")
         if update is None:
             continue
-        for name, drafts in drafts_by_step.get(update["of"], {}).items():
+        for name, drafts in drafts_by_step.pop(update["of"], {}).items():
             if name in update["sampled"]:
                 num_drafted += len(drafts)
                 num_accepted += len(update["sampled"][name]) - 1

@@ -60,6 +60,10 @@ def test_shows_what_another_setting_would_have_done(tmp_path: Path) -> None:
         ("polic=fcfs", "expected NAME=VALUE"),
         ("policy=fair", "expected one of fcfs, priority"),
         ("max_num_seqs=many", "expected a number"),
+        ("num_gpu_blocks=10000000000", "num_gpu_blocks"),
+        ("block_size=0", "block_size"),
+        ("watermark=nan", "watermark"),
+        ("pipeline_depth=99", "pipeline_depth"),
     ],
 )
 def test_refuses_settings_that_do_not_exist(tmp_path: Path, change: str, message: str) -> None:

@@ -1,0 +1,218 @@
+"""What the records of a trace may hold: types and bounds, checked when a file is read.
+
+A recording may come from anybody, so every size here is bounded: a core makes its tables in these
+sizes. Fields that nothing reads are left out, and dropped from what is read.
+"""
+
+from typing import Annotated, Literal, NotRequired, TypedDict
+
+import msgspec
+from msgspec import Meta
+
+_MAX_INT32 = 2**31 - 1
+
+Count = Annotated[int, Meta(ge=0, le=_MAX_INT32)]
+# -1 is a draft whose token is not known yet.
+Token = Annotated[int, Meta(ge=-1, le=_MAX_INT32)]
+Tokens = list[Token]
+Int64 = Annotated[int, Meta(ge=-(2**63), le=2**63 - 1)]
+Length = Annotated[int, Meta(ge=1, le=1 << 24)]
+Names = list[str]
+
+
+class ConfigRecord(TypedDict):
+    """Settings of a core."""
+
+    block_size: Annotated[int, Meta(ge=1, le=1 << 16)]
+    num_gpu_blocks: Annotated[int, Meta(ge=2, le=1 << 22)]
+    max_model_len: Length
+    max_num_batched_tokens: Length
+    max_num_scheduled_tokens: NotRequired[Length | None]
+    max_num_seqs: Annotated[int, Meta(ge=1, le=1 << 14)]
+    long_prefill_token_threshold: Count
+    long_prefill_share: NotRequired[Annotated[float, Meta(ge=0, le=1)]]
+    enable_chunked_prefill: bool
+    policy: Literal["fcfs", "priority"]
+    priority_preemption: NotRequired[bool]
+    enable_prefix_caching: bool
+    watermark: Annotated[float, Meta(ge=0, lt=1)]
+    scheduler_reserve_full_isl: bool
+    num_spec_tokens: Annotated[int, Meta(ge=0, le=64)]
+    spec_kind: Literal["ngram", "draft", "eagle"] | None
+
+
+class OracleRecord(TypedDict):
+    """Who made the trace."""
+
+    pipeline_depth: Annotated[int, Meta(ge=1, le=8)]
+
+
+class RepetitionRecord(TypedDict):
+    """When repeated tokens end a request."""
+
+    max_pattern_size: Count
+    min_pattern_size: Count
+    min_count: Count
+
+
+class RequestRecord(TypedDict):
+    """A request."""
+
+    arrival_time: float
+    prompt: Annotated[Tokens, Meta(min_length=1)]
+    max_tokens: Count
+    priority: NotRequired[Int64]
+    min_tokens: NotRequired[Count]
+    stop_token_ids: NotRequired[Tokens]
+    cache_salt: NotRequired[str | None]
+    skip_reading_prefix_cache: NotRequired[bool]
+    use_eos: NotRequired[bool]
+    eos_token_ids: NotRequired[Tokens | None]
+    output: NotRequired[Tokens]
+    deadline: NotRequired[float | None]
+    blocked_until: NotRequired[int]
+    repetition: NotRequired[RepetitionRecord | None]
+
+
+class PlanRecord(TypedDict):
+    """What a step decided; only compared."""
+
+    tokens: dict[str, Count]
+    computed: dict[str, Count]
+    new: Names
+    resumed: Names
+    hit: NotRequired[dict[str, Count]]
+    preempted: NotRequired[Names]
+    preempt_info: NotRequired[list[list[str | int]]]
+    spec: NotRequired[dict[str, Tokens]]
+    blocks: NotRequired[dict[str, list[Count]]]
+    finished_ids: NotRequired[Names]
+    common_prefix: NotRequired[Count]
+    free: Count
+
+
+class OutputRecord(TypedDict):
+    """What a request got of a step."""
+
+    id: str
+    tokens: Tokens
+    finish: NotRequired[str]
+    stop_reason: NotRequired[str | int]
+    cached: NotRequired[Count]
+
+
+class UpdateRecord(TypedDict):
+    """A result, and what was made of it."""
+
+    of: Count
+    sampled: dict[str, Tokens]
+    out: list[OutputRecord]
+    pc: NotRequired[list[Count]]
+    failed: NotRequired[Names]
+
+
+class StateRecord(TypedDict):
+    """The state after a step; only compared."""
+
+    free: NotRequired[Count]
+    free_crc: NotRequired[int]
+    free_head: NotRequired[list[Count]]
+    running: NotRequired[Names]
+    waiting: NotRequired[Names]
+    skipped: NotRequired[Names]
+    paused: NotRequired[Names]
+    reqs: dict[str, list[str | int]]
+
+
+class StepRecord(TypedDict):
+    """A step: its inputs, its plan, a result, the state after it."""
+
+    i: Count
+    now: NotRequired[float]
+    throttle: NotRequired[bool]
+    ctl: NotRequired[list[list[str | bool | Names]]]
+    add: NotRequired[Names]
+    ready: NotRequired[Names]
+    client: NotRequired[list[list[str]]]
+    abort: NotRequired[Names]
+    sched: NotRequired[PlanRecord]
+    abort_mid: NotRequired[Names]
+    update: NotRequired[UpdateRecord]
+    drafts: NotRequired[dict[str, Tokens]]
+    state: StateRecord
+    # In a recording: the requests of `add`.
+    requests: NotRequired[dict[str, RequestRecord]]
+
+
+class LiveRecord(TypedDict):
+    """A live request of a snapshot; a running one has the fields that may be missing."""
+
+    status: str
+    output: Tokens
+    is_ready: bool
+    num_preemptions: Count
+    num_cached_tokens: Int64
+    num_stale_tokens: Count
+    drop_stale: bool
+    status_after_pause: NotRequired[str]
+    num_computed: NotRequired[Count]
+    drafts: NotRequired[Tokens]
+    num_placeholders: NotRequired[Count]
+    blocks: NotRequired[list[Count]]
+    num_registered: NotRequired[Count]
+    is_prefill_chunk: NotRequired[bool]
+
+
+class FlightRecord(TypedDict):
+    """A step without a result."""
+
+    step_id: Count
+    names: list[str | None]
+    is_stale: list[bool]
+    num_scheduled: list[Count]
+    is_prefill_chunk: list[bool]
+    num_drafts: list[Count] | None
+
+
+class SnapshotRecord(TypedDict):
+    """A core's whole state."""
+
+    step_id: Count
+    now: float
+    pause: str
+    is_saturated: bool
+    stats: list[Count]
+    running: Names
+    waiting: Names
+    skipped: Names
+    paused: NotRequired[Names]
+    requests: dict[str, LiveRecord]
+    free_blocks: list[Count]
+    cached: list[tuple[str, list[Count]]]
+    flights: list[FlightRecord]
+
+
+class StartRecord(TypedDict):
+    """Where a recording begins that begins in the middle of a run."""
+
+    step: Count
+    state: SnapshotRecord
+    finished_ids: Names
+    first_cached: dict[str, Int64]
+    flights: list[tuple[Count, Names]]
+
+
+class HeadRecord(TypedDict):
+    """All of a trace but its steps; with `steps` the whole of one."""
+
+    config: ConfigRecord
+    oracle: OracleRecord
+    name: NotRequired[str]
+    eos_token_id: NotRequired[Token | None]
+    requests: NotRequired[dict[str, RequestRecord]]
+    start: NotRequired[StartRecord]
+    steps: NotRequired[list[msgspec.Raw]]
+
+
+decode_head = msgspec.json.Decoder(HeadRecord).decode
+decode_step = msgspec.json.Decoder(StepRecord).decode
