@@ -161,10 +161,10 @@ def malformed(why: object) -> ServiceError:
     )
 
 
-async def _abort(context: Any, error: ServiceError) -> NoReturn:
+async def _abort(context: Any, code: grpc.StatusCode, status: status_pb2.Status) -> NoReturn:
     trailing = tuple(context.trailing_metadata() or ())
-    details = ((_DETAILS_KEY, to_status(error).SerializeToString()),)
-    await context.abort(error.code, error.message, trailing + details)
+    details = ((_DETAILS_KEY, status.SerializeToString()),)
+    await context.abort(code, status.message, trailing + details)
     raise AssertionError("abort raises")
 
 
@@ -210,7 +210,11 @@ def map_errors(handler: Any, method: str) -> Any:
         except BaseException as error:
             if _is_cancelled(error):
                 raise
-            await _abort(context, _as_service_error(error, method))
+            failure = _as_service_error(error, method)
+            code, status = failure.code, to_status(failure)
+            del failure
+        # Here the error's traceback is gone, and with it the request in its frames.
+        return await _abort(context, code, status)
 
     return surround(handler, around)
 

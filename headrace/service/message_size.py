@@ -9,8 +9,8 @@ from typing import Any
 
 from headrace.service.errors import malformed
 
-# A request of 5,000 chat messages has 15,000.
-MAX_FIELDS = 16_384
+# A request of 3,000 chat messages has 9,000.
+MAX_FIELDS = 10_000
 # A tag and at least one byte.
 _MIN_FIELD_BYTES = 2
 # Bytes of a number that are not its last are at least this.

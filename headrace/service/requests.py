@@ -21,10 +21,13 @@ from headrace.service.errors import ServiceError, exhausted, malformed
 from headrace.service.handlers import over_bytes, read, surround
 from headrace.service.message_size import MAX_FIELDS, too_many_fields
 
-# Smaller requests wait for nobody.
+# Requests that are being received, and how long each may take while others wait.
+_MAX_READS = 16
+_READ_PATIENCE_S = 2.0
+# Smaller requests wait for no other to be decoded.
 _MAX_SMALL_BYTES = 64 * 1024
-_MAX_LARGE_BYTES = 24 * 1024 * 1024
-_MAX_WAITING_BYTES = 64 * 1024 * 1024
+_MAX_LARGE_BYTES = 16 * 1024 * 1024
+_MAX_WAITING_BYTES = 32 * 1024 * 1024
 # A health check names a service. Callers need no token for it, so few may be in the middle of one.
 _MAX_HEALTH_BYTES = 1024
 _MAX_HEALTH_READS = 64
@@ -37,6 +40,8 @@ class RequestInterceptor(grpc.aio.ServerInterceptor):
 
     def __init__(self) -> None:
         self._large = LargeRequests(_MAX_LARGE_BYTES, _MAX_WAITING_BYTES)
+        self._decoding = asyncio.Lock()
+        self._reads = Crowd(_MAX_READS, _READ_PATIENCE_S)
         self._health_reads = Crowd(_MAX_HEALTH_READS)
         # By method: its handler as it was registered, and what we made of it.
         self._made: dict[str, tuple[Any, Any]] = {}
@@ -71,9 +76,15 @@ class RequestInterceptor(grpc.aio.ServerInterceptor):
                 raise malformed(error) from error
 
         async def read_one(context: Any) -> Message:
-            data = await _only(context)
+            async with self._reads.place():
+                data = await _only(context)
+            if len(data) <= _MAX_SMALL_BYTES:
+                return decode(data)
             await self._large.enter(len(data))
-            return decode(data)
+            # One in each round of the loop, so that others are answered in between.
+            async with self._decoding:
+                await asyncio.sleep(0)
+                return decode(data)
 
         async def read_health(context: Any) -> Message:
             async with self._health_reads.place():
@@ -132,9 +143,8 @@ class LargeRequests:
         Raises:
             ServiceError: RESOURCE_EXHAUSTED, when too much waits already.
         """
-        if num_bytes > _MAX_SMALL_BYTES:
-            await self._enter(num_bytes)
-            _held.set(_Held(self, num_bytes))
+        await self._enter(num_bytes)
+        _held.set(_Held(self, num_bytes))
 
     async def _enter(self, num_bytes: int) -> None:
         if not self._waiting and self._has_room(num_bytes):

@@ -67,6 +67,7 @@ class GrpcServer:
                 ("grpc.http2.max_ping_strikes", 0),
                 ("grpc.http2.min_ping_interval_without_data_ms", 10_000),
                 ("grpc.keepalive_permit_without_calls", 1),
+                ("grpc.http2.bdp_probe", 0),
             ],
         )
         names = (*service_names, health.FULL_NAME, reflection.SERVICE_NAME)

@@ -9,7 +9,6 @@ import grpc
 import pytest
 
 from headrace.service.channels import ChannelConfig, open_channel
-from headrace.service.crowd import Crowd
 from headrace.service.errors import ServiceError, from_rpc_error
 from headrace.service.message_size import MAX_FIELDS
 from headrace.service.requests import LargeRequests, release_request
@@ -242,17 +241,17 @@ class Turns:
 MB = 1_000_000
 
 
-async def test_large_requests_wait_in_their_order_and_small_ones_do_not():
+async def test_large_requests_wait_in_their_order():
     large = LargeRequests(3 * MB, 10 * MB)
     turns = Turns(large)
-    for name, size in {"a": 2 * MB, "b": 2 * MB, "c": MB, "small": 1_000, "d": MB}.items():
+    for name, size in {"a": 2 * MB, "b": 2 * MB, "c": MB, "d": MB}.items():
         await turns.begin(name, size)
-    assert turns.entered == ["a", "small"]
+    assert turns.entered == ["a"]
     await turns.end("a")
-    assert turns.entered == ["a", "small", "b", "c"]
+    assert turns.entered == ["a", "b", "c"]
     await turns.end("b")
     assert turns.entered[-1] == "d"
-    for name in ("c", "d", "small"):
+    for name in ("c", "d"):
         await turns.end(name)
     assert (large.num_bytes, large.num_waiting_bytes) == (0, 0)
 
@@ -295,22 +294,3 @@ async def test_a_caller_that_leaves_gives_its_turn_back(is_admitted):
     assert turns.entered[-1] == "c"
     await turns.end("c")
     assert (large.num_bytes, large.num_waiting_bytes) == (0, 0)
-
-
-async def test_a_crowd_tells_the_oldest_to_leave():
-    crowd = Crowd(1)
-
-    async def stay():
-        async with crowd.place():
-            await asyncio.Event().wait()
-
-    first = asyncio.create_task(stay())
-    await asyncio.sleep(0)
-    second = asyncio.create_task(stay())
-    with pytest.raises(ServiceError, match="too many"):
-        await first
-    assert len(crowd) == 1
-    second.cancel()
-    with pytest.raises(asyncio.CancelledError):
-        await second
-    assert not len(crowd)
