@@ -76,6 +76,7 @@ class Permits:
         self._default = tenant_limits
         self._limits_by_tenant = dict(limits_by_tenant or {})
         self._tenants: dict[str, _Tenant] = {}
+        self._num_tenants_to_sweep = _MAX_IDLE_TENANTS
         self.num_live = 0
 
     def limits_of(self, tenant: str) -> TenantLimits:
@@ -107,7 +108,7 @@ class Permits:
         assert known.num_live >= 0, f"tenant {tenant!r} left more often than it entered"
         if known.is_as_new(now):
             del self._tenants[tenant]
-        elif len(self._tenants) > _MAX_IDLE_TENANTS + self.num_live:
+        elif len(self._tenants) > self._num_tenants_to_sweep:
             self._forget_idle(now)
 
     def spend_tokens(self, tenant: str, num_tokens: int, now: float) -> None:
@@ -134,6 +135,12 @@ class Permits:
         return None
 
     def _forget_idle(self, now: float) -> None:
+        """Forget the tenants whose rates allow as much as those of a new tenant.
+
+        The next sweep is due when the tenants that remain have doubled, so that sweeping costs
+        each request the same, however many tenants are in debt.
+        """
         as_new = [name for name, known in self._tenants.items() if known.is_as_new(now)]
         for name in as_new:
             del self._tenants[name]
+        self._num_tenants_to_sweep = max(_MAX_IDLE_TENANTS, 2 * len(self._tenants))

@@ -3,8 +3,9 @@
 from hypothesis import given
 from hypothesis import strategies as st
 
+from router.core import permits as permits_module
 from router.core.admission import Limits, Reason, TenantLimits
-from router.core.permits import Permits
+from router.core.permits import Bucket, Permits
 
 FREE = TenantLimits()
 
@@ -94,3 +95,26 @@ def test_over_any_time_no_more_than_the_rate_and_one_bucket_enter(gaps, per_minu
         now += gap
         entered += held.enter("a", now) is None
         assert entered <= per_minute + now * per_minute / 60 + 1e-6
+
+
+def test_a_hundred_thousand_tenants_cost_each_request_the_same_and_are_forgotten(monkeypatch):
+    num_looks = 0
+    is_full = Bucket.is_full
+
+    def counted(bucket, now):
+        nonlocal num_looks
+        num_looks += 1
+        return is_full(bucket, now)
+
+    monkeypatch.setattr(Bucket, "is_full", counted)
+    held = permits(requests_per_minute=1)  # no tenant is as new for a minute
+    for number in range(100_000):
+        assert held.enter(f"t-{number}", number * 1e-4) is None
+        held.leave(f"t-{number}", number * 1e-4)
+    assert len(held._tenants) == 100_000
+    assert num_looks < 4 * 100_000
+    for number in range(100_000):
+        assert held.enter(f"u-{number}", 1000 + number * 1e-2) is None
+        held.leave(f"u-{number}", 1000 + number * 1e-2)
+    assert len(held._tenants) <= 2 * permits_module._MAX_IDLE_TENANTS
+    assert num_looks < 8 * 100_000
