@@ -6,7 +6,6 @@ This is the router's hot path: it runs once a step for every completion that got
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 
-from router.core.pauses import UnreadLimits
 from router.core.placement import Pool
 from router.request import Admission, Completion, Finish, Logprobs, StepNews
 
@@ -27,27 +26,26 @@ class Arrivals:
         self,
         in_flight: Mapping[int, Completion],
         pool: Pool,
-        unread: UnreadLimits,
         clock: Callable[[], float],
         wall_clock: Callable[[], float],
     ) -> None:
         """clock is monotonic, wall_clock since the epoch; both in seconds."""
         self._in_flight = in_flight
         self._pool = pool
-        self._unread = unread
         self._clock = clock
         self._wall_clock = wall_clock
 
-    def take(self, news: StepNews) -> Arrived:
+    def take(self, news: StepNews, crowd: int) -> Arrived:
         """Append what came, as far as it counts: nothing does after a stop string.
 
+        crowd divides what may be unread (see `pauses`).
         Handles of completions that the router ended itself are unknown, and skipped.
         """
         for admission in news.admissions:
             self._take_admission(admission)
         for logprobs in news.logprobs:
             self._take_logprobs(logprobs)
-        arrived = self._take_tokens(news)
+        arrived = self._take_tokens(news, crowd)
         if news.draft_counts:
             self._take_drafts(news, arrived.num_dropped_by_handle)
         return arrived
@@ -86,10 +84,9 @@ class Arrivals:
                 completion.request.num_draft_tokens += num_drafts
                 completion.request.num_accepted_draft_tokens += num_kept
 
-    def _take_tokens(self, news: StepNews) -> Arrived:
+    def _take_tokens(self, news: StepNews, crowd: int) -> Arrived:
         in_flight, token_ids, begin = self._in_flight, news.token_ids, 0
         arrived = Arrived()
-        crowd = self._unread.crowd(len(in_flight))
         finish_by_handle = {ended.handle: ended.finish for ended in news.ended}
         for handle, count in zip(news.handles, news.num_new_tokens, strict=True):
             end = begin + count

@@ -76,7 +76,7 @@ class StreamsConfig(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
         int,
         help_text(
             "Tokens of a completion that may wait for its client, beyond what the connection's"
-            " buffers hold; with logprobs an eighth.",
+            " buffers hold; with log probabilities fewer, which take the same memory.",
             ge=1,
         ),
     ] = 65_536

@@ -26,6 +26,7 @@ from router.request import (
     Finish,
     FinishReason,
     Refusal,
+    Request,
     SchedulerLink,
     StepNews,
 )
@@ -91,7 +92,8 @@ class Dispatcher:
         self._clock = clock
         self._links: dict[str, SchedulerLink] = {}
         self._in_flight: dict[int, Completion] = {}
-        self._arrivals = Arrivals(self._in_flight, pool, unread, clock, wall_clock)
+        self._arrivals = Arrivals(self._in_flight, pool, clock, wall_clock)
+        self._num_streams = 0  # completions that were dispatched and are not closed
         self._last_handle = 0
 
     @property
@@ -109,7 +111,7 @@ class Dispatcher:
     def enqueue(self, completion: Completion) -> None:
         """Let it wait; `pump` sends it."""
         request = completion.request
-        completion.max_unread_tokens = self._unread.of(has_logprobs=request.spec.has_logprobs)
+        completion.max_unread_tokens = self._unread.of(request.spec.num_logprobs)
         self.queue.push(
             Entry(
                 key=completion.key,
@@ -137,11 +139,15 @@ class Dispatcher:
         self._end_pause(completion)
         self._suspects.clear(completion.key)
 
+    def close(self, request: Request) -> None:
+        """Nothing of the request waits for its client any more."""
+        self._num_streams -= sum(c.num_dispatches > 0 for c in request.completions)
+
     def has_read(self, completion: Completion) -> None:
         """More of it was sent to its client: if it is paused, it may go on."""
         if not completion.is_paused:
             return
-        limit, crowd = completion.max_unread_tokens, self._unread.crowd(len(self._in_flight))
+        limit, crowd = completion.max_unread_tokens, self._unread.crowd(self._num_streams)
         if not self._unread.may_go_on(completion.num_unread, limit, crowd):
             return
         self._end_pause(completion)
@@ -197,7 +203,7 @@ class Dispatcher:
 
     def on_step(self, news: StepNews) -> None:
         """Take one step's news; completions that we ended ourselves are unknown and skipped."""
-        arrived = self._arrivals.take(news)
+        arrived = self._arrivals.take(news, self._unread.crowd(self._num_streams))
         if self._suspects.has_trial:
             self._on_trial_tokens(news)
         for ended in news.ended:
@@ -287,6 +293,7 @@ class Dispatcher:
     def _dispatch(self, completion: Completion, worker: WorkerKey, need: Need) -> None:
         self.queue.remove(completion.key)
         if not completion.num_dispatches:
+            self._num_streams += 1
             # What is lost with a scheduler and computed again is not the tenant's to pay.
             completion.request.account.charge_prompt(need.num_tokens)
         completion.handle = self._next_handle()
@@ -325,7 +332,7 @@ class Dispatcher:
 
     def _restrain(self, completion: Completion) -> None:
         """More of it is unread than may be."""
-        limit, crowd = completion.max_unread_tokens, self._unread.crowd(len(self._in_flight))
+        limit, crowd = completion.max_unread_tokens, self._unread.crowd(self._num_streams)
         is_paused = completion.is_paused
         match self._unread.verdict(completion.num_unread, limit, is_paused=is_paused, crowd=crowd):
             case Verdict.PAUSE:

@@ -2,7 +2,7 @@
 
 A request is owned by the Router, which alone changes it; the stream that answers the client
 reads what has come and takes it out. Sampling parameters and log probabilities are the wire's
-own objects, carried here unread.
+own, carried here unread.
 """
 
 import asyncio
@@ -62,9 +62,10 @@ class Spec:
 
     sampling is the wire's; other fields repeat of it what the router itself looks at. prompt_field
     is what the prompt came in, for errors. max_tokens None: default_max_tokens, or as many as fit
-    where these are fewer or None. stop_by_token_id has
-    the stop strings that are exactly a control token. is_calls_deadline: the deadline is the gRPC
-    call's own, so the caller expects its status.
+    where these are fewer or None. stop_by_token_id has the stop strings that are exactly a control
+    token. num_logprobs None: no log probabilities; otherwise each token's own and that many
+    alternatives. is_calls_deadline: the deadline is the gRPC call's own, so the caller expects its
+    status.
     """
 
     request_id: str
@@ -78,8 +79,7 @@ class Spec:
     min_tokens: int = 0
     stop: Sequence[str] = ()
     stop_by_token_id: Mapping[int, str] = field(default_factory=dict)
-    has_logprobs: bool = False
-    has_prompt_logprobs: bool = False
+    num_logprobs: int | None = None
     include_stop_str_in_output: bool = False
     echo: bool = False
     keep_special_tokens: bool = False
@@ -132,8 +132,8 @@ class Completion:
         self.max_unread_tokens = 0  # the dispatcher's
         self.num_streamed = 0  # how many of token_ids the stream has taken
         self.has_echoed = False
-        self.logprobs: list[object] = []  # not yet taken by the stream
-        self.prompt_logprobs: Sequence[object] = ()
+        self.logprobs: list[bytes] = []  # encoded, one for each token not yet taken by the stream
+        self.prompt_logprobs: Sequence[bytes] = ()
         self.finish: Finish | None = None
 
     def end(self, finish: Finish) -> None:
@@ -270,11 +270,14 @@ class Admission:
 
 @dataclass(frozen=True, slots=True)
 class Logprobs:
-    """Log probabilities of a completion's new tokens, and of its prompt, once."""
+    """Log probabilities of a completion's new tokens, and of its prompt, once.
+
+    Each is encoded as on the wire: a decoded message would keep its whole step in memory.
+    """
 
     handle: int
-    tokens: Sequence[object]
-    prompt_tokens: Sequence[object]
+    tokens: Sequence[bytes]
+    prompt_tokens: Sequence[bytes]
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

@@ -313,6 +313,7 @@ class Router:
             self._end_all(request, Finish(reason))
             self.dispatcher.pump()
         self._deadlines.remove(request.number)
+        self.dispatcher.close(request)
         self._gate.spend(request.spec.tenant, request.num_completion_tokens)
         self.num_ended[_ending(request)] += 1
         del self._requests[request.number]
@@ -351,5 +352,5 @@ def _completion_text(
         tokenizer.detokenizer(prompt_end, keep_special_tokens=spec.keep_special_tokens),
         scanner,
         min_tokens=spec.min_tokens,
-        has_offsets=spec.has_logprobs,
+        has_offsets=spec.num_logprobs is not None,
     )

@@ -20,14 +20,14 @@ _MAX_TOKENS_WITH_LOGPROBS = 4_096
 
 @dataclass(frozen=True, slots=True)
 class Delta:
-    """News of one completion; logprobs are the wire's, one per token or none at all."""
+    """News of one completion; logprobs are encoded, one for each token or none at all."""
 
     index: int
     text: str
     token_ids: Sequence[int]
     first_token_position: int
     finish: Finish | None
-    logprobs: Sequence[object]
+    logprobs: Sequence[bytes]
     text_offsets: Sequence[int]
 
 
@@ -48,7 +48,7 @@ class Reply:
 
     deltas: Sequence[Delta]
     usage: Usage | None
-    prompt_logprobs: Sequence[object]
+    prompt_logprobs: Sequence[bytes]
 
 
 @dataclass(frozen=True, slots=True)
@@ -68,7 +68,7 @@ async def replies(request: Request, router: Router) -> AsyncGenerator[Reply]:
     """Every message of a request, the last with usage; raises what it failed with."""
     open_completions = list(request.completions)
     echo = request.prompt_text if request.spec.echo else ""
-    has_prompt_logprobs = request.spec.has_prompt_logprobs
+    first = request.completions[0]
     while open_completions:
         await request.news()
         deltas = []
@@ -82,10 +82,7 @@ async def replies(request: Request, router: Router) -> AsyncGenerator[Reply]:
             continue
         if not open_completions and not request.num_completion_tokens:
             _raise_if_nothing_came(request)
-        prompt_logprobs: Sequence[object] = ()
-        if has_prompt_logprobs and request.completions[0].prompt_logprobs:
-            prompt_logprobs = request.completions[0].prompt_logprobs
-            has_prompt_logprobs = False
+        prompt_logprobs, first.prompt_logprobs = first.prompt_logprobs, ()
         usage = None if open_completions else _usage(request)
         yield Reply(deltas, usage, prompt_logprobs)
     if request.error is not None:
@@ -116,7 +113,7 @@ def _take(completion: Completion, router: Router, echo: str) -> Delta | None:
     """What came of a completion since the last time; None if nothing did."""
     begin, finish = completion.num_streamed, completion.finish
     spec = completion.request.spec
-    most = _MAX_TOKENS_WITH_LOGPROBS if spec.has_logprobs else _MAX_TOKENS
+    most = _MAX_TOKENS if spec.num_logprobs is None else _MAX_TOKENS_WITH_LOGPROBS
     if not completion.text.has_stops:
         _read(completion, begin, begin + most // spec.n)
     piece = completion.text.take(most // spec.n)

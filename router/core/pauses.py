@@ -5,10 +5,11 @@ are read: in between nothing changes, so that it does not go back and forth with
 What was on its way when it was paused still comes. That is a few steps' worth; much more means
 that nobody heeds the pause, and then it is given up, as it is when it has been paused for
 max_pause_s in one go. So never more than twice the limit, and a little, waits for one client.
-A token with the log probabilities of twenty alternatives takes 1.3 kB here, one without 4 bytes:
-with them the limit is lower. Among many streams, too: a limit is divided by the crowd, which is 1
-until all streams together could hold more than max_unread_tokens_in_all. The crowd decides when
-one is paused, and not when it is given up: nobody is, for others having come.
+Tokens are counted for their memory: a token takes 4 bytes, and about 250 bytes with the log
+probabilities of twenty alternatives, so with log probabilities the limit is lower. Among many
+streams, too: a limit is divided by the crowd, which is 1 until all streams together could hold more
+than max_unread_tokens_in_all. The crowd decides when one is paused, and not when it is given up:
+nobody is, for others having come.
 """
 
 from dataclasses import dataclass
@@ -18,8 +19,10 @@ from typing import Generic, Literal, TypeVar
 SlowClient = Literal["pause", "cut"]
 T = TypeVar("T")
 
-# A token with log probabilities counts as so many.
-LOGPROBS_COST = 8
+_TOKEN_BYTES = 4
+# A token's log probability in the form in which it waits, and each alternative's in it.
+_LOGPROB_BYTES = 60
+_ALTERNATIVE_BYTES = 9
 # On their way when a small limit was exceeded, at most: a few steps, drafts included.
 _MAX_TOKENS_ON_THEIR_WAY = 1024
 
@@ -45,14 +48,18 @@ class UnreadLimits:
     max_pause_s: float = 60.0
 
     def crowd(self, num_streams: int) -> int:
-        """What limits are divided by while so many completions are in flight."""
+        """What limits are divided by while so many completions may have unread tokens."""
         return max(1, -(-num_streams * self.max_unread_tokens // self.max_unread_tokens_in_all))
 
-    def of(self, *, has_logprobs: bool) -> int:
-        """Tokens of a completion that may wait for its client."""
-        if not has_logprobs:
+    def of(self, num_logprobs: int | None) -> int:
+        """Tokens of a completion that may wait for its client.
+
+        num_logprobs: alternatives that come with each token; None: no log probabilities at all.
+        """
+        if num_logprobs is None:
             return self.max_unread_tokens
-        return max(1, self.max_unread_tokens // LOGPROBS_COST)
+        token_bytes = _TOKEN_BYTES + _LOGPROB_BYTES + _ALTERNATIVE_BYTES * num_logprobs
+        return max(1, self.max_unread_tokens * _TOKEN_BYTES // token_bytes)
 
     def verdict(self, num_unread: int, limit: int, *, is_paused: bool, crowd: int = 1) -> Verdict:
         """What to do now that so many tokens are unread."""

@@ -1,6 +1,7 @@
 """What goes to a scheduler and what comes back, between proto and the router's own types."""
 
 from array import array
+from collections.abc import Iterable
 
 from headrace.service.columns import pack_int32, unpack_int32, unpack_uint32
 from headrace.service.errors import invalid
@@ -73,6 +74,9 @@ def to_submission(completion: Completion) -> scheduler_pb2.Submission:
     submission.sampling.seed = completion.seed
     submission.sampling.max_tokens = request.max_tokens
     submission.sampling.n = 1
+    if completion.index or completion.token_ids:
+        # They are the same for all completions, and come with a completion's first token.
+        submission.sampling.ClearField("prompt_logprobs")
     submission.sampling.stop_token_ids.extend(spec.stop_by_token_id)
     del submission.sampling.stop[:]
     del submission.sampling.bad_words[:]
@@ -112,10 +116,14 @@ def to_news(update: scheduler_pb2.StepUpdate) -> StepNews:
             Admission(a.handle, a.num_cached_tokens, a.time_unix_s) for a in update.admitted
         ],
         logprobs=[
-            Logprobs(entry.handle, list(entry.tokens), list(entry.prompt_tokens))
+            Logprobs(entry.handle, _encoded(entry.tokens), _encoded(entry.prompt_tokens))
             for entry in update.logprobs
         ],
     )
+
+
+def _encoded(logprobs: Iterable[common_pb2.TokenLogprobs]) -> list[bytes]:
+    return [entry.SerializeToString() for entry in logprobs]
 
 
 def _ended(finished: scheduler_pb2.Finished) -> Ended:

@@ -127,8 +127,7 @@ def to_spec(
         min_tokens=sampling.min_tokens,
         stop=tuple(sampling.stop),
         stop_by_token_id=stop_by_token_id,
-        has_logprobs=sampling.HasField("logprobs"),
-        has_prompt_logprobs=sampling.HasField("prompt_logprobs"),
+        num_logprobs=sampling.logprobs if sampling.HasField("logprobs") else None,
         include_stop_str_in_output=request.include_stop_str_in_output,
         echo=request.echo,
         keep_special_tokens=request.keep_special_tokens,
@@ -284,8 +283,8 @@ def to_response(request_id: str, reply: Reply) -> inference_pb2.GenerateResponse
         response.usage.cached_tokens = reply.usage.cached_tokens
         response.usage.draft_tokens = reply.usage.draft_tokens
         response.usage.accepted_draft_tokens = reply.usage.accepted_draft_tokens
-    if reply.prompt_logprobs:
-        response.prompt_logprobs.extend(reply.prompt_logprobs)  # type: ignore[arg-type]
+    for encoded in reply.prompt_logprobs:
+        response.prompt_logprobs.add().MergeFromString(encoded)
     return response
 
 
@@ -294,8 +293,8 @@ def _fill(output: inference_pb2.OutputDelta, delta: Delta) -> None:
     output.text = delta.text
     output.token_ids.extend(delta.token_ids)
     output.first_token_position = delta.first_token_position
-    if delta.logprobs:
-        output.logprobs.extend(delta.logprobs)  # type: ignore[arg-type]
+    for encoded in delta.logprobs:
+        output.logprobs.add().MergeFromString(encoded)
     if delta.text_offsets:
         output.text_offsets.extend(delta.text_offsets)
     finish = delta.finish

@@ -103,6 +103,7 @@ class Bench:
         assert (router._gate.permits.num_live, router._gate.num_reading) == (0, 0)
         assert router.pool.num_in_flight() == 0
         assert router.dispatcher.queue.load.num_tokens == 0
+        assert router.dispatcher._num_streams == 0
         assert router.num_accepted == sum(router.num_ended.values())
         assert all(not link.sent for link in self.links.values())
 

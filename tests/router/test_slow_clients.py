@@ -1,10 +1,16 @@
 """Clients that do not read: what the router does with their requests, by itself and in order."""
 
+import sys
+
+import numpy as np
 import pytest
 
+from headrace.service.columns import pack_int32, pack_uint32
+from headrace.v1 import scheduler_pb2
 from router.core.admission import Limits
 from router.core.pauses import UnreadLimits
 from router.request import FinishReason, Refusal
+from router.rpc.scheduler_wire import to_news
 from tests.router.bench import Bench, report
 
 LIMITS = UnreadLimits(max_unread_tokens=10, max_pause_s=60.0)
@@ -55,6 +61,58 @@ def test_among_many_streams_it_is_paused_earlier():
     assert len(paused(slow)) == 4
     for leave in leaves:
         leave()
+    slow.assert_empty()
+
+
+def test_streams_that_have_ended_unread_count_among_the_many():
+    slow = bench(unread=UnreadLimits(max_unread_tokens=10, max_unread_tokens_in_all=20))
+    leaves = [entered(slow, f"r{i}")[0] for i in range(3)]
+    slow.step(num_tokens=5, ends=list(slow.links["s"].sent))
+    leave, _, completion = entered(slow, "new")
+    slow.step(num_tokens=6)
+    assert paused(slow) == [completion]
+    for done in [*leaves, leave]:
+        done()
+    leave, _, completion = entered(slow, "alone")
+    slow.step(num_tokens=10)
+    assert paused(slow) == []
+    leave()
+    slow.assert_empty()
+
+
+def step_with_logprobs(handles, num_alternatives):
+    """A step's message, one token with its log probabilities for each handle, as it comes."""
+    update = scheduler_pb2.StepUpdate(
+        handles=pack_uint32(np.array(handles, np.uint32)),
+        num_new_tokens=pack_int32(np.ones(len(handles), np.int32)),
+        token_ids=pack_int32(np.full(len(handles), 65, np.int32)),
+    )
+    for handle in handles:
+        update.logprobs.add(handle=handle).tokens.add(
+            token_id=65,
+            logprob=-1.5,
+            rank=100_000,
+            top_token_ids=range(2**31 - num_alternatives, 2**31),
+            top_logprobs=[-2.5] * num_alternatives,
+        )
+    return to_news(scheduler_pb2.StepUpdate.FromString(update.SerializeToString()))
+
+
+@pytest.mark.parametrize("num_logprobs", [0, 20])
+def test_log_probabilities_that_wait_take_no_more_memory_than_tokens_may(num_logprobs):
+    limits = UnreadLimits(max_unread_tokens=4000)
+    slow = bench(unread=limits)
+    leave, _, completion = entered(slow, num_logprobs=num_logprobs, max_tokens=5000)
+    num_steps = 0
+    while not completion.is_paused:
+        slow.dispatcher.on_step(step_with_logprobs([completion.handle], num_logprobs))
+        num_steps += 1
+    # Nothing of a decoded message: it would keep all of its step, other requests' too.
+    assert {type(entry) for entry in completion.logprobs} == {bytes}
+    num_bytes = sum(map(sys.getsizeof, completion.logprobs)) + sys.getsizeof(completion.logprobs)
+    assert 0.5 < num_bytes / (4 * limits.max_unread_tokens) < 1.5
+    assert num_steps == len(completion.token_ids) > 50
+    leave()
     slow.assert_empty()
 
 

@@ -33,7 +33,7 @@ class Stopping(Bench):
                 token_ids=array("i", token_ids),
                 draft_counts=list(draft_counts),
                 ended=[Ended(handle, finish, 0)] if finish else [],
-                logprobs=[Logprobs(handle, [object()] * len(token_ids), ())] * has_logprobs,
+                logprobs=[Logprobs(handle, [b""] * len(token_ids), ())] * has_logprobs,
             )
         )
         if finish is not None:
@@ -67,7 +67,7 @@ async def test_a_stop_string_ends_the_request_while_its_client_reads_nothing():
 
 async def test_what_came_after_a_stop_string_in_its_step_counts_nowhere():
     bench = Stopping()
-    completion = bench.enter(stop=("END",), num_tokens=100, has_logprobs=True)
+    completion = bench.enter(stop=("END",), num_tokens=100, num_logprobs=0)
     token_ids, num_tokens = ids("a END of it all"), len(ids("a END"))
     num_extra = len(token_ids) - 1
     bench.say(token_ids, draft_counts=[(num_extra, num_extra)], has_logprobs=True)

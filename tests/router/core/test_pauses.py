@@ -33,8 +33,8 @@ def test_it_goes_on_when_half_is_read():
 
 def test_with_log_probabilities_less_may_wait():
     limits = UnreadLimits(max_unread_tokens=800)
-    assert (limits.of(has_logprobs=False), limits.of(has_logprobs=True)) == (800, 100)
-    assert UnreadLimits(max_unread_tokens=5).of(has_logprobs=True) == 1
+    assert [limits.of(num) for num in (None, 0, 20)] == [800, 50, 13]
+    assert UnreadLimits(max_unread_tokens=5).of(20) == 1
 
 
 def test_among_many_streams_less_may_wait_for_each():

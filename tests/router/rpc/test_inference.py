@@ -248,6 +248,14 @@ async def test_prompt_logprobs_come_once_with_the_first_message(stack):
     assert [len(m.prompt_logprobs) for m in messages] == [1] + [0] * (len(messages) - 1)
 
 
+async def test_prompt_logprobs_are_asked_for_once(stack):
+    stack.scheduler.script = says("hello world")
+    messages = await stack.answer("hello.", sampling={"prompt_logprobs": 1, "n": 2})
+    assert sum(len(m.prompt_logprobs) for m in messages) == 1
+    asked = [s.sampling.HasField("prompt_logprobs") for s in stack.scheduler.submissions]
+    assert asked == [True, False]
+
+
 async def test_echo_shows_the_prompt_before_each_completion(stack):
     stack.scheduler.script = says(" world")
     messages = await stack.answer("hello", echo=True, sampling={"n": 2})
