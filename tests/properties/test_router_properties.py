@@ -171,7 +171,7 @@ class RouterMachine(RuleBasedStateMachine):
         request = self.pick(self.bench.router._requests.values(), chance)
         completion = request.completions[chance % len(request.completions)]
         if completion.token_ids and completion.finish is None:
-            self.bench.router.stop_found(completion, "stop", len(completion.token_ids))
+            self.bench.router.stop_found(completion, "stop")
 
     @invariant()
     def every_request_is_counted_once(self):
@@ -186,13 +186,14 @@ class RouterMachine(RuleBasedStateMachine):
 
     @invariant()
     def every_completion_is_in_one_place(self):
-        """One that is paused may also be in none, while no scheduler has it."""
+        """A paused completion may be in none while no scheduler has it."""
         router = self.bench.router
         unfinished = [
             c for r in router._requests.values() for c in r.completions if c.finish is None
         ]
         sent = [c for link in self.bench.links.values() for c in link.sent.values()]
-        places = [id(c) for c in (*router.dispatcher.queue, *sent)]
+        suspects = router.dispatcher._suspects._held.values()
+        places = [id(c) for c in (*router.dispatcher.queue, *suspects, *sent)]
         held = [id(c) for c in unfinished if c.is_paused and id(c) not in places]
         assert sorted(places + held) == sorted(id(c) for c in unfinished)
         paused = [h for link in self.bench.links.values() for h in link.paused]
