@@ -172,6 +172,7 @@ class RouterMachine(RuleBasedStateMachine):
         completion = request.completions[chance % len(request.completions)]
         if completion.token_ids and completion.finish is None:
             self.bench.router.stop_found(completion, "stop")
+            self.bench.dispatcher.pump()
 
     @invariant()
     def every_request_is_counted_once(self):
