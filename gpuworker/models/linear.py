@@ -1,9 +1,9 @@
 """Matrix products with weights.
 
 On a CPU, weights are repacked once for oneDNN's kernels. They are faster than the default BLAS at
-every number of rows. In float32, from two rows on, each row's result has the same bits whatever the
-other rows are: that is what makes a request's tokens independent of its neighbours. In bfloat16 that
-holds on some machines only: with AMX, oneDNN cuts the depth by the number of rows.
+every number of rows. In float32, from two rows on, each row's result has the same bits whatever
+the other rows are: that is what makes a request's tokens independent of its neighbours. In bfloat16
+that holds on some machines only: with AMX, oneDNN cuts the depth by the number of rows.
 """
 
 from typing import Protocol

@@ -8,7 +8,7 @@ from gpuworker.models.linear import MIN_ROWS, make_linear, padded_rows
 
 @pytest.mark.parametrize(("depth", "width"), [(64, 160), (576, 960), (1536, 576), (4096, 256)])
 def test_a_row_has_the_same_bits_whatever_the_other_rows(depth: int, width: int) -> None:
-    """Of float32 only: in bfloat16, oneDNN cuts the depth by the number of rows where it has AMX."""
+    """In float32; in bfloat16 with AMX, oneDNN cuts the depth by the number of rows."""
     generator = torch.Generator().manual_seed(depth)
     weight = torch.randn(width, depth, generator=generator) / depth**0.5
     linear = make_linear(weight, None)
