@@ -19,13 +19,13 @@ from headrace.v1 import common_pb2, inference_pb2
 from router.prompts import ChatPrompt, Prompt, TextPrompt, TokenPrompt
 from router.request import FinishReason, Int32Array, Spec
 from router.stream import Delta, Reply
-from router.text.bad_words import bad_word_sequences
 from router.text.tokenizer import TextTokenizer
 
 _REQUEST_ID = re.compile(r"[A-Za-z0-9._:-]{1,128}")
 _MAX_TENANT_CHARS = 64
 _MAX_SALT_BYTES = 128
-_MAX_MESSAGES = 10_000
+_MAX_MESSAGES = 2_048
+_MAX_ROLE_BYTES = 64
 _MAX_STOP = 16
 _MAX_STOP_BYTES = 256
 _MAX_STOP_TOKEN_IDS = 64
@@ -188,8 +188,11 @@ def _chat(chat: inference_pb2.ChatMessages, bounds: Bounds) -> ChatPrompt:
     if len(chat.messages) > _MAX_MESSAGES:
         raise invalid("chat.messages", f"must be at most {_MAX_MESSAGES}")
     for position, message in enumerate(chat.messages):
-        if not message.role:
-            raise invalid(f"chat.messages[{position}].role", "must not be empty, e.g. user")
+        if not 1 <= len(message.role.encode()) <= _MAX_ROLE_BYTES:
+            raise invalid(
+                f"chat.messages[{position}].role",
+                f"must have 1 to {_MAX_ROLE_BYTES} bytes, e.g. user",
+            )
     size = sum(len(message.content.encode()) for message in chat.messages)
     _check_size("chat.messages", size, bounds)
     return ChatPrompt(
@@ -260,12 +263,13 @@ def control_stops(
     return {ids[stop]: stop for stop in sampling.stop if stop in ids}
 
 
-def add_bad_token_ids(spec: Spec, tokenizer: TextTokenizer) -> None:
-    """Adds the tokens of bad_words to bad_token_ids; the words have been checked."""
+def add_bad_token_ids(
+    spec: Spec, sequences_by_word: Sequence[Sequence[Sequence[int]]]
+) -> None:
+    """Adds the token sequences that spell each of bad_words to bad_token_ids."""
     sampling = spec.sampling
     assert isinstance(sampling, common_pb2.SamplingParams), "as to_spec makes it"
-    for position, word in enumerate(sampling.bad_words):
-        sequences = bad_word_sequences(word, tokenizer)
+    for position, sequences in enumerate(sequences_by_word):
         if not sequences:
             raise invalid(f"sampling.bad_words[{position}]", "gives no tokens of this model")
         for sequence in sequences:

@@ -85,6 +85,8 @@ def test_a_bad_sampling_parameter_is_named(field, value):
         ("token_ids.ids[0]", {"token_ids": {"ids": [2**32 - 1]}}),
         ("chat.messages", {"chat": {"messages": []}}),
         ("chat.messages[1].role", {"chat": {"messages": [{"role": "user"}, {"content": "x"}]}}),
+        ("chat.messages[0].role", {"chat": {"messages": [{"role": "é" * 33, "content": "x"}]}}),
+        ("chat.messages", {"chat": {"messages": [{"role": "user"}] * 2049}}),
         ("chat.messages", {"chat": {"messages": [{"role": "user", "content": "x" * 101}]}}),
         ("tenant", {"tenant": "t" * 65}),
         ("cache_salt", {"cache_salt": "é" * 65}),
