@@ -189,6 +189,11 @@ class Router:
             prefix=prefix_of(prompt_token_ids, cache_salt),
             deadline=deadline,
         )
+        # All that can fail comes before the request is registered.
+        automaton = StopStrings(spec.stop) if spec.stop else None
+        for index in range(spec.n):
+            text = _completion_text(request, tokenizer, automaton)
+            request.completions.append(Completion(request, index, self._next_key(), text))
         self._gate.spend(spec.tenant, spec.n * len(prompt_token_ids))
         self._gate.stop_reading(spec.tenant)
         self.num_accepted += 1
@@ -197,11 +202,7 @@ class Router:
         if deadline is not None:
             self._deadlines.push(request.number, deadline, request)
             self._deadline_added.set()
-        automaton = StopStrings(spec.stop) if spec.stop else None
-        for index in range(spec.n):
-            text = _completion_text(request, tokenizer, automaton)
-            completion = Completion(request, index, self._next_key(), text)
-            request.completions.append(completion)
+        for completion in request.completions:
             self.dispatcher.enqueue(completion)
         self.dispatcher.pump()
         return request
