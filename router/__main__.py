@@ -10,6 +10,7 @@ import logging
 import os
 import platform
 import time
+from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
@@ -84,7 +85,17 @@ def main(config_file: Path | None, **arguments: Any) -> None:
         raise config.ConfigError("give at least one --scheduler HOST:PORT")
     if not router.model:
         raise config.ConfigError("give --model, where the tokenizer is")
-    run("router", settings["process"], serve(**settings, rules=rules))
+    models, defaults = load_models(router)
+    prompts = PromptReader(
+        models, has_spelled_control_tokens=router.allow_control_tokens_in_messages
+    )
+    # Now, while this process has no threads.
+    prompts.fork()
+    run(
+        "router",
+        settings["process"],
+        serve(**settings, rules=rules, models=models, defaults=defaults, prompts=prompts),
+    )
 
 
 async def serve(
@@ -93,14 +104,21 @@ async def serve(
     channel: ChannelConfig,
     process: ProcessConfig,
     rules: Rules,
+    *,
+    models: Mapping[str, ModelText],
+    defaults: Mapping[str, ModelDefaults],
+    prompts: PromptReader,
 ) -> None:
     """Serve until SIGTERM or SIGINT, then let what is live finish, and stop."""
     router_id = router.router_id or platform.node()
     traces = telemetry.setup("headrace-router", process.otlp_endpoint)
     async with contextlib.AsyncExitStack() as stack:
         store = await stack.enter_async_context(StatusStore(router.store_url, Writer.ROUTER))
-        prompts = PromptReader()
         stack.callback(prompts.close)
+        try:
+            await prompts.start()
+        except ChatTemplateError as error:
+            raise config.ConfigError(f"--model {router.model}: {error}") from error
         channels = {address: open_channel(address, channel) for address in router.scheduler}
         for opened in channels.values():
             stack.push_async_callback(opened.close)
@@ -109,7 +127,6 @@ async def serve(
             SchedulerClient(address, opened, live, router_id=router_id)
             for address, opened in channels.items()
         ]
-        models, defaults = load_models(router)
         services = Services(
             router=live,
             models=models,

@@ -47,6 +47,13 @@ class RouterConfig(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
     max_prompt_bytes: Annotated[int, help_text("Largest prompt taken, in bytes of text.", ge=1)] = (
         4 * 1024 * 1024
     )
+    allow_control_tokens_in_messages: Annotated[
+        bool,
+        help_text(
+            "Control tokens that chat messages spell, such as <|im_end|>, count, so that a message"
+            " can end its turn and begin another; otherwise they are ordinary text."
+        ),
+    ] = False
     waiting_allowance: Annotated[
         int, help_text("Requests sent to a worker beyond its max_num_seqs, to wait there.", ge=0)
     ] = 8

@@ -1,29 +1,66 @@
-"""Prompts to token ids, off the event loop when they are long.
+"""Prompts to token ids, within limits on time and memory, and off the event loop.
 
-A megabyte takes about half a second. So prompts are read in lanes by their size: short ones at
-once, middling ones by threads of their own, and big ones by others, which nobody else waits for.
-Each lane is first come, first served, and has room for so many characters; what would be too much
-is refused. Before a prompt is tokenized its caller is told how many tokens it has at least, and
-may refuse it.
+A short text is tokenized at once, in the router's own process, if the model's tokenizer and chat
+template are known to take a time in proportion to the text. All else is done by child processes,
+which are killed when they exceed the processor time or memory allowed for the text's size, or when
+the caller goes away. Children work in two lanes: one for texts that take milliseconds, which no
+other text waits for, and one for big texts. Each lane is first come, first served, and has room
+for so many characters; a text beyond that is refused.
 """
 
 import asyncio
-from collections.abc import Callable, Mapping, Sequence
-from concurrent.futures import ThreadPoolExecutor
+import contextlib
+import functools
+import logging
+import math
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
-from typing import ClassVar, TypeVar
+from typing import Any, ClassVar
 
-from headrace.service.errors import exhausted, invalid
+import msgspec
+import numpy as np
+
+from headrace.service.errors import ServiceError, exhausted, internal, invalid
 from router.request import Int32Array
-from router.text.errors import ChatTemplateError
+from router.text.child import Task
+from router.text.control_tokens import ChatText
+from router.text.errors import ChatTemplateError, TextProcessError
+from router.text.jobs import (
+    Answer,
+    Done,
+    Encode,
+    EncodeBadWords,
+    EncodeChat,
+    Failed,
+    Job,
+    Prepare,
+    Refused,
+    Render,
+    Spell,
+    perform,
+)
+from router.text.processes import TextProcess, TextProcesses
 from router.text.tokenizer import ModelText
 
-# About half a millisecond of tokenization; below it, changing threads costs more.
+logger = logging.getLogger(__name__)
+
+# About half a millisecond of tokenization; below it, another process costs more.
 _MAX_INLINE_CHARS = 2_000
 # About 20 ms, which is as long as one of those that are not big waits for another.
 _MAX_SHORT_CHARS = 40_000
+# A message counts as this many characters besides its own.
+_CHARS_PER_MESSAGE = 50
+_CHARS_PER_WORD = 10
+# A child that read a bigger text is not used again.
+_MAX_REUSE_CHARS = 400_000
+# A job of the short lane that takes more processor time than this leaves the lane to others, and
+# so many may.
+_SLOT_CPU_S = 0.05
+_MAX_OVERTIME = 4
 
-T = TypeVar("T")
+# Ten times what the slowest machine needs.
+_CPU_S, _CPU_S_PER_CHAR = 1.0, 10e-6
+_MEMORY_BYTES, _MEMORY_BYTES_PER_CHAR = 128 << 20, 256
 
 
 @dataclass(frozen=True, slots=True)
@@ -44,7 +81,9 @@ class ChatPrompt:
 
     @property
     def num_chars(self) -> int:
-        return sum(len(message["content"]) for message in self.messages)
+        return sum(
+            _CHARS_PER_MESSAGE + sum(map(len, message.values())) for message in self.messages
+        )
 
 
 @dataclass(frozen=True, slots=True)
@@ -58,48 +97,158 @@ Prompt = TextPrompt | ChatPrompt | TokenPrompt
 
 
 class _Lane:
-    """Threads that read prompts of one size."""
+    """Child processes for texts of one size."""
 
-    def __init__(self, name: str, num_threads: int, max_waiting_chars: int) -> None:
-        self._executor = ThreadPoolExecutor(num_threads, thread_name_prefix=name)
+    def __init__(
+        self,
+        processes: TextProcesses,
+        num_slots: int,
+        max_waiting_chars: int,
+        *,
+        slot_cpu_s: float,
+        is_nice: bool,
+    ) -> None:
+        """A job that takes more processor time leaves its slot to the next job and goes on.
+
+        is_nice leaves the processor to other processes where there are too few.
+        """
+        self._processes = processes
+        self._slots = asyncio.Semaphore(num_slots)
+        self._idle: list[TextProcess] = []
         self._max_waiting_chars = max_waiting_chars
+        self._slot_cpu_s = slot_cpu_s
+        self._is_nice = is_nice
+        self._num_overtime = 0
         self.num_waiting_chars = 0
 
-    async def run(self, num_chars: int, work: Callable[[], T]) -> T:
-        """What the work gives; RESOURCE_EXHAUSTED when too much waits already."""
+    async def run(self, job: Job, num_chars: int) -> Answer:
+        """The job's answer; RESOURCE_EXHAUSTED when too much waits already.
+
+        Raises TextProcessError when the job exceeds its limits.
+        """
         if self.num_waiting_chars + num_chars > self._max_waiting_chars:
-            raise exhausted("TOO_MANY_PROMPTS", "too many long prompts wait to be read", 1.0)
+            raise _too_many()
         self.num_waiting_chars += num_chars
         try:
-            return await asyncio.get_running_loop().run_in_executor(self._executor, work)
+            await self._slots.acquire()
+            slot = _Slot(self._slots)
+            try:
+                process = self._idle.pop() if self._idle else await self._start()
+                with self._overtime(process, slot):
+                    answer = await process.call(_task(job, num_chars))
+            except TextProcessError as error:
+                if slot.is_taken_away:
+                    raise _too_many() from error
+                raise
+            finally:
+                slot.leave()
         finally:
             self.num_waiting_chars -= num_chars
+        if num_chars > _MAX_REUSE_CHARS or slot.is_overtime:
+            # A process gives back what a big text took only by ending, and its niceness never.
+            process.kill()
+        else:
+            self._idle.append(process)
+        return answer
 
-    def close(self) -> None:
-        self._executor.shutdown(wait=True, cancel_futures=True)
+    async def _start(self) -> TextProcess:
+        process = await self._processes.start()
+        if self._is_nice:
+            process.be_nice()
+        return process
+
+    @contextlib.contextmanager
+    def _overtime(self, process: TextProcess, slot: "_Slot") -> Iterator[None]:
+        """Watch over a job: too many that overrun their slots are not let go on."""
+
+        loop = asyncio.get_running_loop()
+        begin = process.cpu_s()
+        timers: list[asyncio.TimerHandle] = []
+
+        def look() -> None:
+            if process.cpu_s() - begin < self._slot_cpu_s:
+                timers.append(loop.call_later(self._slot_cpu_s, look))
+            elif self._num_overtime == _MAX_OVERTIME:
+                slot.is_taken_away = True
+                process.stop()
+            else:
+                slot.is_overtime = True
+                self._num_overtime += 1
+                process.be_nice()
+                slot.leave()
+
+        timers.append(loop.call_later(self._slot_cpu_s, look))
+        try:
+            yield
+        finally:
+            timers.pop().cancel()
+            self._num_overtime -= slot.is_overtime
+
+
+class _Slot:
+    """A place in a lane, held until it is left."""
+
+    def __init__(self, slots: asyncio.Semaphore) -> None:
+        self._slots = slots
+        self._is_held = True
+        self.is_overtime = False
+        self.is_taken_away = False
+
+    def leave(self) -> None:
+        if self._is_held:
+            self._is_held = False
+            self._slots.release()
 
 
 class PromptReader:
-    """Owns the threads that tokenize; close it."""
+    """Owns the child processes that render and tokenize; close it."""
 
-    def __init__(self, *, num_threads: int = 2, max_waiting_chars: int = 32_000_000) -> None:
-        """num_threads are those of each lane, max_waiting_chars what may wait in each."""
-        self._short = _Lane("tokenize", num_threads, max_waiting_chars)
-        self._big = _Lane("tokenize-big", num_threads, max_waiting_chars)
+    def __init__(
+        self,
+        models: Mapping[str, ModelText],
+        *,
+        num_processes: int = 2,
+        max_waiting_chars: int = 32_000_000,
+        has_spelled_control_tokens: bool = False,
+    ) -> None:
+        """num_processes are those of each lane, max_waiting_chars what may wait in each.
+
+        has_spelled_control_tokens lets messages spell control tokens.
+        """
+        self._models = models
+        self._processes = TextProcesses(models)
+        lane = functools.partial(_Lane, self._processes, num_processes, max_waiting_chars)
+        self._short = lane(slot_cpu_s=_SLOT_CPU_S, is_nice=False)
+        self._big = lane(slot_cpu_s=math.inf, is_nice=True)
+        self._has_spelled_control_tokens = has_spelled_control_tokens
 
     @property
     def num_waiting_chars(self) -> int:
-        """Of prompts that are in a lane."""
+        """Of texts that are in a lane."""
         return self._short.num_waiting_chars + self._big.num_waiting_chars
 
+    def fork(self) -> None:
+        """Make the children's fork server out of this process, which must have no threads yet."""
+        self._processes.fork()
+
     def close(self) -> None:
-        """Wait for what is being tokenized and end the threads."""
-        self._short.close()
-        self._big.close()
+        """End all children."""
+        self._processes.close()
+
+    async def start(self) -> None:
+        """Start a child and compile the chat templates; ChatTemplateError when one is broken."""
+        for name, model in self._models.items():
+            if model.chat_template is None:
+                continue
+            answer = await self._answer(
+                Prepare(model=name), _MAX_SHORT_CHARS, is_known=model.chat_template.is_known
+            )
+            if not isinstance(answer, Done):
+                raise ChatTemplateError(answer.message)
 
     async def read(
         self,
-        model: ModelText,
+        model: str,
         prompt: Prompt,
         check: Callable[[int], None],
         *,
@@ -110,52 +259,101 @@ class PromptReader:
         """[num_tokens] ids, and the text that an echo shows ("" when there is none).
 
         check is called with a number that the prompt's tokens are not below, and raises if that
-        is too much; above max_tokens the number is not made more exact. Raises ServiceError naming
-        the field when the prompt is empty or its messages do not fit the template, and
-        RESOURCE_EXHAUSTED when too much text waits already.
+        is too much: once before any work, and again when the text is known; above max_tokens the
+        number is not made more exact. Raises ServiceError naming the field when the prompt is empty
+        or its messages do not fit the template, RESOURCE_EXHAUSTED when too much text waits
+        already, and INTERNAL when the model's tokenizer fails.
         """
-        tokenizer = model.tokenizer
+        check(1)
+        tokenizer = self._models[model].tokenizer
 
-        def spell(token_ids: Int32Array) -> str:
-            return tokenizer.decode(token_ids.tolist(), keep_special_tokens=keep_special_tokens)
+        async def spell(token_ids: Int32Array) -> str:
+            data = token_ids.astype(np.int32).tobytes()
+            job = Spell(model=model, token_ids=data, keep_special_tokens=keep_special_tokens)
+            return str(await self._do(job, len(token_ids), is_known=True))
 
         if isinstance(prompt, TokenPrompt):
-            ids = prompt.token_ids
-            check(len(ids))
-            return ids, await self._run(len(ids), lambda: spell(ids)) if echo else ""
+            check(len(prompt.token_ids))
+            return prompt.token_ids, await spell(prompt.token_ids) if echo else ""
 
-        text = prompt.text if isinstance(prompt, TextPrompt) else await self._render(model, prompt)
+        job: Encode | EncodeChat
+        if isinstance(prompt, TextPrompt):
+            text = prompt.text
+            job = Encode(model=model, text=text, add_special_tokens=True)
+        else:
+            chat = await self._render(model, prompt)
+            text = chat.text
+            # The template writes the special tokens itself.
+            job = (
+                Encode(model=model, text=text, add_special_tokens=False)
+                if self._has_spelled_control_tokens
+                else EncodeChat(model=model, chat=chat)
+            )
         check(tokenizer.least_tokens(text, max_tokens))
-        # A template writes the special tokens itself.
-        is_plain = isinstance(prompt, TextPrompt)
-
-        def tokenize() -> tuple[Int32Array, str]:
-            token_ids = tokenizer.encode(text, add_special_tokens=is_plain)
-            if not echo:
-                return token_ids, ""
-            return token_ids, text if is_plain else spell(token_ids)
-
-        token_ids, shown = await self._run(len(text), tokenize)
+        data = await self._do(job, len(text), is_known=tokenizer.is_known)
+        token_ids = np.frombuffer(data, np.int32)
         if not len(token_ids):
             raise invalid(prompt.field, "gives no tokens; send a prompt that is not empty")
-        return token_ids, shown
+        if not echo:
+            return token_ids, ""
+        return token_ids, text if isinstance(prompt, TextPrompt) else await spell(token_ids)
 
-    async def _render(self, model: ModelText, prompt: ChatPrompt) -> str:
-        def render() -> str:
-            return model.chat_prompt(
-                prompt.messages, add_generation_prompt=prompt.add_generation_prompt
-            )
+    async def bad_words(self, model: str, words: Sequence[str]) -> list[list[list[int]]]:
+        """For each word, the token sequences that spell it; errors as those of `read`."""
+        job = EncodeBadWords(model=model, words=words)
+        # Each word is tokenized in three spellings.
+        num_chars = 3 * sum(_CHARS_PER_WORD + len(word) for word in words)
+        is_known = self._models[model].tokenizer.is_known
+        return msgspec.convert(await self._do(job, num_chars, is_known), list[list[list[int]]])
 
+    async def _render(self, model: str, prompt: ChatPrompt) -> ChatText:
+        template = self._models[model].chat_template
+        is_known = template is None or template.is_known
+        job = Render(
+            model=model,
+            messages=prompt.messages,
+            add_generation_prompt=prompt.add_generation_prompt,
+        )
+        return msgspec.convert(await self._do(job, prompt.num_chars, is_known), ChatText)
+
+    async def _do(self, job: Job, num_chars: int, is_known: bool) -> Any:
+        """What the job gives, or the ServiceError that says why it does not."""
+        answer = await self._answer(job, num_chars, is_known=is_known)
+        if isinstance(answer, Done):
+            return answer.value
+        if isinstance(answer, Refused):
+            raise invalid(ChatPrompt.field, answer.message)
+        logger.error("%s of %s: %s", type(job).__name__, job.model, answer.message)
+        raise internal("TOKENIZER_FAILED", "the model's tokenizer failed; see the router's log")
+
+    async def _answer(self, job: Job, num_chars: int, *, is_known: bool) -> Answer:
+        """The answer of this process or of a child, in which a template is the caller's affair."""
+        if is_known and num_chars <= _MAX_INLINE_CHARS:
+            return perform(job, self._models)
+        # Rendering is quick, for big prompts too.
+        is_short = num_chars <= _MAX_SHORT_CHARS or isinstance(job, Render)
+        lane = self._short if is_short else self._big
         try:
-            if prompt.num_chars <= _MAX_INLINE_CHARS:
-                return render()
-            # Putting even big ones together is quick.
-            return await self._short.run(prompt.num_chars, render)
-        except ChatTemplateError as error:
-            raise invalid(prompt.field, str(error)) from error
+            return await lane.run(job, num_chars)
+        except TextProcessError:
+            task = _task(job, num_chars)
+            message = (
+                f"takes more than {task.cpu_s:.1f} s of processor time or "
+                f"{task.memory_bytes >> 20} MiB of memory"
+            )
+            if isinstance(job, Render | Prepare):
+                return Refused(f"the chat template {message}")
+            return Failed(message)
 
-    async def _run(self, num_chars: int, work: Callable[[], T]) -> T:
-        if num_chars <= _MAX_INLINE_CHARS:
-            return work()
-        lane = self._short if num_chars <= _MAX_SHORT_CHARS else self._big
-        return await lane.run(num_chars, work)
+
+def _too_many() -> ServiceError:
+    return exhausted("TOO_MANY_PROMPTS", "too many long prompts wait to be read", 1.0)
+
+
+def _task(job: Job, num_chars: int) -> Task:
+    """The job with what it may take, at the size of its text."""
+    return Task(
+        job,
+        cpu_s=_CPU_S + _CPU_S_PER_CHAR * num_chars,
+        memory_bytes=_MEMORY_BYTES + _MEMORY_BYTES_PER_CHAR * num_chars,
+    )

@@ -64,14 +64,14 @@ def write_address(config: ProcessConfig, address: str) -> None:
     draft.replace(file)
 
 
-def die_with_parent() -> None:
-    """Have the kernel end this process when its parent ends (Linux; elsewhere nothing)."""
+def die_with_parent(number: signal.Signals = signal.SIGTERM) -> None:
+    """Have the kernel send us this signal when our parent ends (Linux; elsewhere nothing)."""
     if sys.platform != "linux":
         return
     parent = os.getppid()
-    ctypes.CDLL(None).prctl(_PR_SET_PDEATHSIG, signal.SIGTERM)
+    ctypes.CDLL(None).prctl(_PR_SET_PDEATHSIG, number)
     if os.getppid() != parent:  # it died before we asked
-        os.kill(os.getpid(), signal.SIGTERM)
+        os.kill(os.getpid(), number)
 
 
 def _loop_factory() -> Any:

@@ -85,7 +85,7 @@ class InferenceServicer:
     ) -> Request:
         """Check a request, read its prompt, and let it in."""
         services = self._services
-        model = services.models[model_name]
+        tokenizer = services.models[model_name].tokenizer
         bounds = wire.Bounds(self._vocab_size(model_name), services.max_prompt_bytes)
         defaults = services.defaults[model_name]
         defaults.fill_in(request.sampling)
@@ -95,20 +95,21 @@ class InferenceServicer:
             request_id=reservation.request_id,
             model=model_name,
             default_max_tokens=defaults.max_tokens(is_chat=request.HasField("chat")),
-            stop_by_token_id=wire.control_stops(request.sampling, model.tokenizer),
+            stop_by_token_id=wire.control_stops(request.sampling, tokenizer),
             deadline_unix_s=_call_deadline(context),
             traceparent=telemetry.current_traceparent(),
         )
-        wire.add_bad_token_ids(spec, model.tokenizer)
         token_ids, text = await services.prompts.read(
-            model,
+            model_name,
             wire.to_prompt(request, bounds),
             lambda least_tokens: self._router.check(spec, least_tokens),
             max_tokens=self._router.max_prompt_tokens(model_name),
             echo=spec.echo,
             keep_special_tokens=spec.keep_special_tokens,
         )
-        return self._router.submit(reservation, spec, token_ids, text, model.tokenizer)
+        if words := list(request.sampling.bad_words):
+            wire.add_bad_token_ids(spec, await services.prompts.bad_words(model_name, words))
+        return self._router.submit(reservation, spec, token_ids, text, tokenizer)
 
     async def _answer(self, live: Request, context: Any) -> None:
         request_id = live.spec.request_id

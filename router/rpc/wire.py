@@ -263,9 +263,7 @@ def control_stops(
     return {ids[stop]: stop for stop in sampling.stop if stop in ids}
 
 
-def add_bad_token_ids(
-    spec: Spec, sequences_by_word: Sequence[Sequence[Sequence[int]]]
-) -> None:
+def add_bad_token_ids(spec: Spec, sequences_by_word: Sequence[Sequence[Sequence[int]]]) -> None:
     """Adds the token sequences that spell each of bad_words to bad_token_ids."""
     sampling = spec.sampling
     assert isinstance(sampling, common_pb2.SamplingParams), "as to_spec makes it"

@@ -7,3 +7,7 @@ class UnsupportedTokenizerError(ValueError):
 
 class ChatTemplateError(ValueError):
     """The messages do not fit the model's chat template, or it has none."""
+
+
+class TextProcessError(RuntimeError):
+    """A child process ended before it answered: mostly because it exceeded its limits."""

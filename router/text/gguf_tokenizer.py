@@ -23,6 +23,9 @@ _LLAMA3 = (
 )
 _QWEN2 = _LLAMA3.replace(r"\p{N}{1,3}", r"\p{N}")
 
+# Split patterns that take a time in proportion to the text, whatever the text is.
+KNOWN_PATTERNS = frozenset({_LLAMA3, _QWEN2})
+
 
 def _byte_level() -> pre_tokenizers.PreTokenizer:
     return pre_tokenizers.ByteLevel(add_prefix_space=False, use_regex=True)

@@ -1,8 +1,9 @@
 """A model's text side: its tokenizer and its chat template, from a folder or a GGUF file."""
 
+import functools
 import json
 import os
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -12,10 +13,15 @@ from numpy.typing import NDArray
 from tokenizers import Tokenizer
 
 from router.text.chat import ChatTemplate
+from router.text.control_tokens import ChatText, ControlTokens
 from router.text.detokenizer import Detokenizer, compile_decoder
 from router.text.errors import ChatTemplateError, UnsupportedTokenizerError
 from router.text.gguf_metadata import GgufFormatError, read_gguf_metadata
-from router.text.gguf_tokenizer import build_gguf_tokenizer, gguf_special_tokens
+from router.text.gguf_tokenizer import (
+    KNOWN_PATTERNS,
+    build_gguf_tokenizer,
+    gguf_special_tokens,
+)
 from router.text.token_bound import compile_bound
 
 Int32Array = NDArray[np.int32]
@@ -29,7 +35,11 @@ _SPECIAL_TOKEN_NAMES = (
 
 
 class TextTokenizer:
-    """Text to token ids and back; safe to use from several threads."""
+    """Text to token ids and back; encoding is for one thread at a time.
+
+    is_known says that the tokenizer's regular expressions are ones that take a time in proportion
+    to the text; a model's own may take for ever, even for a short text.
+    """
 
     def __init__(self, tokenizer: Tokenizer) -> None:
         """Raises UnsupportedTokenizerError when text could not be given back exactly."""
@@ -47,13 +57,25 @@ class TextTokenizer:
         self.special_ids = frozenset(special.values())
         self._decoding = compile_decoder(_decoder_of(tokenizer), tokens, self.special_ids)
         self._bound = compile_bound(tokenizer)
+        self.is_known = all(
+            pattern in KNOWN_PATTERNS
+            for part in (tokenizer.normalizer, tokenizer.pre_tokenizer)
+            if part is not None
+            for pattern in _patterns(json.loads(part.__getstate__()))
+        )
+
+    @functools.cached_property
+    def control_tokens(self) -> ControlTokens:
+        """The special tokens, and how chat prompts are tokenized."""
+        return ControlTokens(self._tokenizer)
+
+    def to_json(self) -> str:
+        """The tokenizer as tokenizer.json has it; takes a second for a large vocabulary."""
+        return self._tokenizer.to_str()
 
     def encode(self, text: str, *, add_special_tokens: bool) -> Int32Array:
-        """[num_tokens] ids. Names of special tokens in the text become those tokens.
-
-        Lets other threads run while it works.
-        """
-        # The library's `encode` keeps the interpreter's lock for seconds; this one gives it up.
+        """[num_tokens] ids. Names of special tokens in the text become those tokens."""
+        # Unlike `encode`, this makes no offsets, and takes less time and memory.
         [encoding] = self._tokenizer.encode_batch_fast(
             [text], add_special_tokens=add_special_tokens
         )
@@ -87,11 +109,15 @@ class ModelText:
 
     def chat_prompt(
         self, messages: Sequence[Mapping[str, str]], *, add_generation_prompt: bool
-    ) -> str:
-        """The prompt text of a conversation; ChatTemplateError when it cannot be made."""
+    ) -> ChatText:
+        """The prompt of a conversation; ChatTemplateError when it cannot be made."""
         if self.chat_template is None:
             raise ChatTemplateError("this model has no chat template; send `text` instead")
-        return self.chat_template.render(messages, add_generation_prompt=add_generation_prompt)
+        text, marks = self.chat_template.render(
+            messages, add_generation_prompt=add_generation_prompt
+        )
+        fields = [field for message in messages for field in message.values()]
+        return self.tokenizer.control_tokens.locate(text, marks, fields)
 
 
 def load_model_text(path: Path) -> ModelText:
@@ -111,6 +137,15 @@ def load_model_text(path: Path) -> ModelText:
     source = metadata.get("tokenizer.chat_template")
     template = ChatTemplate(source, gguf_special_tokens(metadata)) if source else None
     return ModelText(tokenizer, template)
+
+
+def _patterns(step: Any) -> Iterator[str]:
+    """Every regular expression of a normalizer or pre-tokenizer as tokenizer.json has it."""
+    for key, value in step.items() if isinstance(step, dict) else enumerate(step):
+        if key == "Regex":
+            yield value
+        elif isinstance(value, (dict, list)):
+            yield from _patterns(value)
 
 
 def _decoder_of(tokenizer: Tokenizer) -> Any:

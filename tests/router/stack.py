@@ -92,7 +92,8 @@ async def running_stack(
         if schedulers is None:
             schedulers = [await stack.enter_async_context(scheduler or FakeScheduler())]
         store = await stack.enter_async_context(StatusStore(store_url, Writer.ROUTER))
-        prompts = PromptReader()
+        models = models or {MODEL: byte_level_model()}
+        prompts = PromptReader(models)
         stack.callback(prompts.close)
         router = build_router(config, rules, store, "router-0")
         clients = []
@@ -102,7 +103,7 @@ async def running_stack(
             clients.append(SchedulerClient(one.address, channel, router, router_id="router-0"))
         services = Services(
             router=router,
-            models=models or {MODEL: byte_level_model()},
+            models=models,
             defaults=defaultdict(ModelDefaults, defaults or {}),
             prompts=prompts,
             schedulers=clients,

@@ -41,18 +41,17 @@ def test_a_folder_gives_tokenizer_and_template(tmp_path):
         eos_token="<|end|>",
     )
     model = load_model_text(folder)
-    assert model.chat_prompt([{"role": "user", "content": "x"}], add_generation_prompt=True) == (
-        "<b>x<|end|>"
-    )
+    chat = model.chat_prompt([{"role": "user", "content": "x"}], add_generation_prompt=True)
+    assert chat.text == "<b>x<|end|>"
     assert model.tokenizer.encode("hello", add_special_tokens=True).tolist() == [259]
 
 
 def test_a_template_file_wins_and_a_named_default_is_found(tmp_path):
     named = [{"name": "tool_use", "template": "T"}, {"name": "default", "template": "D"}]
     folder = write_folder(tmp_path, chat_template=named)
-    assert load_model_text(folder).chat_prompt([], add_generation_prompt=True) == "D"
+    assert load_model_text(folder).chat_prompt([], add_generation_prompt=True).text == "D"
     (folder / "chat_template.jinja").write_text("F")
-    assert load_model_text(folder).chat_prompt([], add_generation_prompt=True) == "F"
+    assert load_model_text(folder).chat_prompt([], add_generation_prompt=True).text == "F"
 
 
 def test_without_a_template_chat_is_refused(tmp_path):
@@ -200,7 +199,7 @@ def test_any_text_without_digits_has_the_tokens_of_transformers(real_model, refe
 def test_chat_prompts_equal_those_of_transformers(real_model, referee):
     for asks in (True, False):
         theirs = referee.apply_chat_template(MESSAGES, tokenize=False, add_generation_prompt=asks)
-        assert real_model.chat_prompt(MESSAGES, add_generation_prompt=asks) == theirs
+        assert real_model.chat_prompt(MESSAGES, add_generation_prompt=asks).text == theirs
 
 
 @pytest.mark.model

@@ -1,0 +1,123 @@
+"""What can be asked of a model's text side: jobs, each a message that another process can take.
+
+A job is done in the process that calls `perform`: the router's own, or a child
+(`router.text.child`). The answer is a message too: `Done`, or what went wrong.
+"""
+
+from collections.abc import Mapping, Sequence
+from typing import Any, TypeVar
+
+import msgspec
+import numpy as np
+
+from router.text.bad_words import bad_word_sequences
+from router.text.control_tokens import ChatText
+from router.text.errors import ChatTemplateError
+from router.text.tokenizer import ModelText
+
+R = TypeVar("R")
+
+_MAX_MESSAGE_CHARS = 1_000
+
+
+class _Job(msgspec.Struct, frozen=True, tag=True, kw_only=True):
+    model: str
+
+
+class Prepare(_Job, frozen=True, tag=True):
+    """Compile the chat template; gives None."""
+
+    def of(self, model: ModelText) -> None:
+        if model.chat_template is not None:
+            model.chat_template.compile()
+
+
+class Render(_Job, frozen=True, tag=True):
+    """Put messages through the chat template; gives a ChatText."""
+
+    messages: Sequence[Mapping[str, str]]
+    add_generation_prompt: bool
+
+    def of(self, model: ModelText) -> ChatText:
+        return model.chat_prompt(self.messages, add_generation_prompt=self.add_generation_prompt)
+
+
+class Encode(_Job, frozen=True, tag=True):
+    """Tokenize a text in which names of special tokens are those tokens; gives int32 bytes."""
+
+    text: str
+    add_special_tokens: bool
+
+    def of(self, model: ModelText) -> bytes:
+        ids = model.tokenizer.encode(self.text, add_special_tokens=self.add_special_tokens)
+        return ids.tobytes()
+
+
+class EncodeChat(_Job, frozen=True, tag=True):
+    """Tokenize a chat prompt; gives int32 bytes."""
+
+    chat: ChatText
+
+    def of(self, model: ModelText) -> bytes:
+        return model.tokenizer.control_tokens.encode(self.chat).tobytes()
+
+
+class Spell(_Job, frozen=True, tag=True):
+    """The text of token ids, which are int32 bytes."""
+
+    token_ids: bytes
+    keep_special_tokens: bool
+
+    def of(self, model: ModelText) -> str:
+        ids = np.frombuffer(self.token_ids, np.int32).tolist()
+        return model.tokenizer.decode(ids, keep_special_tokens=self.keep_special_tokens)
+
+
+class EncodeBadWords(_Job, frozen=True, tag=True):
+    """For each word, the token sequences that spell it."""
+
+    words: Sequence[str]
+
+    def of(self, model: ModelText) -> list[list[list[int]]]:
+        return [bad_word_sequences(word, model.tokenizer) for word in self.words]
+
+
+Job = Prepare | Render | Encode | EncodeChat | Spell | EncodeBadWords
+
+
+class Done(msgspec.Struct, frozen=True, tag=True):
+    """What the job gives."""
+
+    value: Any
+
+
+class Refused(msgspec.Struct, frozen=True, tag=True):
+    """The caller's messages do not fit the model's template."""
+
+    message: str
+
+
+class Failed(msgspec.Struct, frozen=True, tag=True):
+    """The template or the tokenizer failed in a way that is not foreseen."""
+
+    message: str
+
+
+Answer = Done | Refused | Failed
+
+
+def perform(job: Job, models: Mapping[str, ModelText]) -> Answer:
+    """Do a job; raises nothing but what ends the process or cancels the task."""
+    try:
+        return Done(job.of(models[job.model]))
+    except ChatTemplateError as error:
+        return Refused(_clean(str(error)))
+    except (KeyboardInterrupt, SystemExit):
+        raise
+    except BaseException as error:  # noqa: BLE001 a panic in the tokenizers library is no Exception
+        return Failed(_clean(f"{type(error).__name__}: {error}"))
+
+
+def _clean(message: str) -> str:
+    """The message, not too long, and without lone surrogates, which cannot be sent."""
+    return message[:_MAX_MESSAGE_CHARS].encode(errors="replace").decode()
