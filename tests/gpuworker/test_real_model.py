@@ -9,8 +9,13 @@ import pytest
 import torch
 import transformers
 
+from gpuworker import kv_pool
+from gpuworker.attention.cpu import TorchAttention
+from gpuworker.attention.interface import StepShape
 from gpuworker.core.plan import SamplingSettings
 from gpuworker.models.gguf_file import GgufSource
+from gpuworker.models.loader import load_decoder
+from gpuworker.models.source import open_source
 from gpuworker.runner import ModelRunner
 from tests.gpuworker.driver import Driver
 from tests.gpuworker.tiny import make_runner
@@ -109,30 +114,62 @@ def test_a_gguf_file_gives_the_same_tokens_as_the_folder(
     assert expected[:6] == [504, 3575, 282, 4649, 314, 7042]
 
 
-def test_bfloat16_log_probabilities_agree_with_transformers(
+def test_bfloat16_is_as_close_to_float32_as_transformers_is(folder: Path, reference: Any) -> None:
+    """Median relative distance of 576 hidden states, each of 576 values, to float32.
+
+    The sequences are random tokens: without a shared prefix they share no error. The decoder rounds
+    a norm once where transformers rounds twice, and as often elsewhere; its distance was 0.92 to
+    0.94 of transformers', with and without bfloat16 instructions, and with norms computed in
+    bfloat16 1.03 to 1.05.
+    """
+    tokens = torch.from_numpy(np.random.default_rng(0).integers(0, 49152, (48, 12)))
+    narrow = transformers.AutoModelForCausalLM.from_pretrained(folder, dtype=torch.bfloat16).eval()
+    with torch.inference_mode():
+        wide = reference.model(tokens).last_hidden_state.flatten(0, 1)
+        theirs = narrow.model(tokens).last_hidden_state.flatten(0, 1)
+        ours = hidden_states(folder, tokens, torch.bfloat16)
+    assert relative_distance(ours, wide) < relative_distance(theirs, wide)
+
+
+def hidden_states(folder: Path, tokens: torch.Tensor, dtype: torch.dtype) -> torch.Tensor:
+    """The decoder's, of [num_reqs, num_tokens] tokens: [num_reqs * num_tokens, hidden_size]."""
+    device = torch.device("cpu")
+    num_reqs, num_tokens = tokens.shape
+    decoder = load_decoder(open_source(folder), device, dtype, lambda _done, _all: None)
+    kv = kv_pool.allocate(decoder.config, num_reqs + 1, 16, dtype, device)
+    shape = kv_pool.kv_shape(decoder.config, num_reqs + 1, 16)
+    blocks = np.arange(1, num_reqs + 1, dtype=np.int32)[:, None]
+    positions = np.arange(num_tokens)
+    step = StepShape(
+        query_start_loc=np.arange(0, tokens.numel() + 1, num_tokens, dtype=np.int32),
+        seq_lens=np.full(num_reqs, num_tokens, dtype=np.int32),
+        slot_mapping=(blocks * 16 + positions).reshape(-1),
+        block_table=blocks,
+        num_padded_tokens=tokens.numel(),
+    )
+    prepared = TorchAttention(shape, decoder.config.attention.num_heads, device).prepare(step)
+    place = torch.from_numpy(positions).repeat(num_reqs)
+    return decoder.forward(tokens.flatten(), place, kv, prepared)
+
+
+def relative_distance(states: torch.Tensor, wide: torch.Tensor) -> float:
+    """The median over positions."""
+    return float(((states.float() - wide).norm(dim=1) / wide.norm(dim=1)).median())
+
+
+def test_bfloat16_log_probabilities_are_the_models(
     folder: Path, reference: Any, prompts: list[list[int]]
 ) -> None:
-    """Tolerance on the ten likeliest tokens: mean 0.1, largest 0.5 to transformers in bfloat16.
-
-    A logit near 20 in bfloat16 is a multiple of 0.125. And we may not be further from float32
-    than transformers is, but for a tenth.
-    """
+    """Within 0.2 of float32 on average: a logit near 20 is a multiple of 0.125."""
     driver = Driver(make_runner(folder, num_kv_blocks=64, dtype=torch.bfloat16))
     sampling = SamplingSettings(temperature=0.0, num_logprobs=10)
-    narrow = transformers.AutoModelForCausalLM.from_pretrained(folder, dtype=torch.bfloat16).eval()
-    to_narrow, ours_to_wide, narrow_to_wide = [], [], []
+    distances = []
     for row, tokens in enumerate(prompts[:6]):
         driver.add(row, tokens, sampling)
         columns = driver.step({row: len(tokens)}).logprobs[0].tokens
-        ids, ours = columns.top_token_ids[0], columns.top_logprobs[0]
-        in_bfloat16 = last_logprobs(narrow, tokens)[ids]
-        in_float32 = last_logprobs(reference, tokens)[ids]
-        to_narrow.append(np.abs(ours - in_bfloat16))
-        ours_to_wide.append(np.abs(ours - in_float32))
-        narrow_to_wide.append(np.abs(in_bfloat16 - in_float32))
-    assert np.mean(to_narrow) < 0.1
-    assert np.max(to_narrow) < 0.5
-    assert np.mean(ours_to_wide) < 1.1 * np.mean(narrow_to_wide)
+        expected = last_logprobs(reference, tokens)[columns.top_token_ids[0]]
+        distances.append(np.abs(columns.top_logprobs[0] - expected))
+    assert np.mean(distances) < 0.2
 
 
 def last_logprobs(model: Any, tokens: list[int]) -> np.ndarray:
