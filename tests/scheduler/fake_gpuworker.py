@@ -8,7 +8,6 @@ too early or taken wrongly from the prefix cache is noticed at the step that rea
 import asyncio
 import uuid
 from collections.abc import AsyncIterator, Callable, Sequence
-from dataclasses import dataclass, field
 
 import grpc.aio
 import numpy as np
@@ -49,20 +48,37 @@ def expected_tokens(prompt: Sequence[int], num_tokens: int) -> list[int]:
     return tokens
 
 
-@dataclass
 class Row:
-    """A request in the fake's batch; hashes[i] covers tokens[: i + 1]."""
+    """A request in the fake's batch.
 
-    request_id: str
-    token_ids: list[int]
-    num_prompt_tokens: int
-    sampling: common_pb2.SamplingParams
-    hashes: list[int]
-    blocks: list[int] = field(default_factory=list)
+    Columns, so that a step looks at all of a long history at once: hashes[i] covers
+    token_ids[: i + 1], slots[i] is where the KV of position i is.
+    """
+
+    def __init__(self, request: gpuworker_pb2.RowRequest, max_num_tokens: int) -> None:
+        self.request_id = request.request_id
+        self.num_prompt_tokens = request.num_prompt_tokens
+        self.sampling = request.sampling
+        self.token_ids: list[int] = []
+        self.hashes = np.zeros(max_num_tokens + 1, dtype=np.int64)
+        self.slots = np.zeros(max_num_tokens + 1, dtype=np.int64)
+        self.num_slots = 0
+        for token_id in unpack_int32(request.token_ids, "token_ids").tolist():
+            self.append(token_id)
+
+    @property
+    def last_hash(self) -> int:
+        return int(self.hashes[len(self.token_ids) - 1])
 
     def append(self, token_id: int) -> None:
+        before = self.last_hash if self.token_ids else hash_of([])
+        self.hashes[len(self.token_ids)] = next_hash(before, token_id)
         self.token_ids.append(token_id)
-        self.hashes.append(next_hash(self.hashes[-1], token_id))
+
+    def append_block(self, block_id: int, block_size: int) -> None:
+        room = self.slots[self.num_slots : self.num_slots + block_size]
+        room[:] = block_id * block_size + np.arange(len(room))
+        self.num_slots += len(room)
 
 
 class FakeModel:
@@ -71,7 +87,8 @@ class FakeModel:
     def __init__(self, worker: "FakeGpuWorker") -> None:
         self._worker = worker
         self._rows: dict[int, Row] = {}
-        self._kv: dict[int, int] = {}
+        num_slots = (worker.num_kv_blocks + 1) * worker.block_size
+        self._kv = np.full(num_slots, -1, dtype=np.int64)
 
     def step(self, plan: gpuworker_pb2.StepPlan) -> gpuworker_pb2.StepResult:
         for row in unpack_int32(plan.freed_rows, "freed_rows").tolist():
@@ -85,7 +102,7 @@ class FakeModel:
         )
         for row, block_id in appended:
             assert 1 <= block_id <= self._worker.num_kv_blocks, f"block {block_id} is none"
-            self._rows[row].blocks.append(block_id)
+            self._rows[row].append_block(block_id, self._worker.block_size)
         rows = unpack_int32(plan.rows, "rows").tolist()
         computed = unpack_int32(plan.num_computed_tokens, "computed").tolist()
         scheduled = unpack_int32(plan.num_scheduled_tokens, "scheduled").tolist()
@@ -105,15 +122,7 @@ class FakeModel:
         assert request.row not in self._rows, f"row {request.row} is taken"
         assert request.row < self._worker.max_num_seqs, f"row {request.row} is none"
         assert request.sampling.HasField("seed"), "a request without a seed"
-        token_ids = unpack_int32(request.token_ids, "token_ids").tolist()
-        hashes = []
-        value = 7
-        for token_id in token_ids:
-            value = next_hash(value, token_id)
-            hashes.append(value)
-        self._rows[request.row] = Row(
-            request.request_id, token_ids, request.num_prompt_tokens, request.sampling, hashes
-        )
+        self._rows[request.row] = Row(request, self._worker.max_model_len)
 
     def _advance(
         self, number: int, num_computed: int, num_scheduled: int, result: gpuworker_pb2.StepResult
@@ -122,12 +131,10 @@ class FakeModel:
         end = num_computed + num_scheduled
         assert num_scheduled > 0, "a row that does not advance"
         assert end <= len(row.token_ids), f"{row.request_id} advances beyond its tokens"
-        assert len(row.blocks) * self._worker.block_size >= end, f"{row.request_id} lacks blocks"
-        for position in range(num_computed):
-            found = self._kv.get(self._slot(row, position))
-            assert found == row.hashes[position], f"KV of {row.request_id} was lost at {position}"
-        for position in range(num_computed, end):
-            self._kv[self._slot(row, position)] = row.hashes[position]
+        assert row.num_slots >= end, f"{row.request_id} lacks blocks"
+        is_lost = self._kv[row.slots[:num_computed]] != row.hashes[:num_computed]
+        assert not is_lost.any(), f"KV of {row.request_id} was lost at {np.argmax(is_lost)}"
+        self._kv[row.slots[num_computed:end]] = row.hashes[num_computed:end]
         if row.request_id in self._worker.failing_ids:
             result.errors.add(row=number, message="logits are not finite")
             return []
@@ -144,10 +151,6 @@ class FakeModel:
         if logprobs.tokens or logprobs.prompt_tokens:
             result.logprobs.append(logprobs)
         return token_ids
-
-    def _slot(self, row: Row, position: int) -> int:
-        size = self._worker.block_size
-        return row.blocks[position // size] * size + position % size
 
 
 def _logprobs(token_ids: Sequence[int], num_top: int = 0) -> list[common_pb2.TokenLogprobs]:
@@ -239,7 +242,7 @@ class FakeGpuWorker(gpuworker_pb2_grpc.GpuWorkerServicer):
         num_generated = len(row.token_ids) - row.num_prompt_tokens
         if self.eos_after.get(row.request_id) == num_generated:
             return EOS_TOKEN_ID
-        return token_after(row.hashes[-1])
+        return token_after(row.last_hash)
 
     async def Describe(self, request, context):
         if not self.is_loaded:

@@ -97,7 +97,7 @@ async def test_five_hundred_requests_on_a_tiny_pool_are_preempted_and_all_finish
         await scheduler.ready()
         async with router_to(scheduler) as router:
             handles = await router.submit_all(list(zip(prompts, lengths, strict=True)))
-            tokens = await router.finished(*handles, patience_s=60)
+            tokens = await router.finished(*handles)
             received = [router.received[handle] for handle in handles]
     assert tokens == [expected_tokens(p, n) for p, n in zip(prompts, lengths, strict=True)]
     assert sum(r.finished.num_preemptions for r in received) > 10
@@ -240,14 +240,18 @@ async def test_a_cancelled_request_ends_for_the_reason_given(reason, expected):
 @DEPTHS
 async def test_a_deadline_ends_running_and_waiting_requests(depth):
     worker = FakeGpuWorker(max_num_seqs=1)
-    worker.pace_s = 0.01
+    worker.hold()
     await worker.start()
     async with running_scheduler([worker], settings(pipeline_depth=depth)) as scheduler:
         await scheduler.ready()
         async with router_to(scheduler) as router:
-            soon = time.time() + 0.3
-            running = await router.submit(PROMPT, 200, deadline_unix_s=soon)
-            waiting = await router.submit([50], 200, deadline_unix_s=soon)
+            deadline = time.time() + 3600
+            running = await router.submit(PROMPT, 200, deadline_unix_s=deadline)
+            waiting = await router.submit([50], 200, deadline_unix_s=deadline)
+            await worker.release(5)
+            await router.has_tokens(running, 5)
+            scheduler.skipped_s = 7200
+            await worker.release()
             await router.finished(running, waiting)
     assert router.received[running].finished.reason == common_pb2.FINISH_REASON_DEADLINE
     assert router.received[running].token_ids

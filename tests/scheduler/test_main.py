@@ -74,12 +74,14 @@ async def router_at(address: str) -> AsyncIterator[FakeRouter]:
 
 
 async def test_sigterm_finishes_live_requests_and_exits_with_0(worker, tmp_path):
-    worker.pace_s = 0.005
+    worker.hold()
     async with scheduler_process(worker, tmp_path) as (process, address):
         async with router_at(address) as router:
             handle = await router.submit(PROMPT, 20)
+            await worker.release(2)
             await router.has_tokens(handle, 1)
             process.send_signal(signal.SIGTERM)
+            await worker.release()
             assert await router.finished(handle) == [expected_tokens(PROMPT, 20)]
             assert from_rpc_error(await router.ended()).reason == "DRAINED"
         assert await process.wait() == 0

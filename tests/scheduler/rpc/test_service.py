@@ -11,7 +11,7 @@ from headrace.service.errors import from_rpc_error
 from headrace.v1 import common_pb2, inference_pb2, scheduler_pb2
 from scheduler.config import PoolSettings
 from tests.scheduler.fake_gpuworker import FakeGpuWorker, expected_tokens
-from tests.scheduler.harness import FakeRouter, router_to, running_scheduler, until
+from tests.scheduler.harness import PATIENCE_S, FakeRouter, router_to, running_scheduler, until
 
 PROMPT = [11, 12, 13, 14, 15]
 
@@ -98,7 +98,7 @@ async def test_a_stream_may_end_while_its_first_message_is_sent(worker, caplog):
             # It is refused at once, just when the stream ends.
             await router.submit_all([([1], 1)] * 3, model="other", request_id=f"r{number}")
             await router.call.done_writing()
-            async with asyncio.timeout(10):
+            async with asyncio.timeout(PATIENCE_S):
                 await router.read()
             await router.close()
     assert not [record for record in caplog.records if record.levelname == "ERROR"]
@@ -290,9 +290,11 @@ async def test_a_router_that_never_reads_is_ended_and_its_requests_with_it():
     pool_settings = PoolSettings(max_waiting_tokens=500)
     async with running_scheduler([worker], None, pool_settings) as scheduler:
         await scheduler.ready()
-        stuck = FakeRouter(scheduler.address, "stuck")
+        # What gRPC itself buffers is small and soon full: its window does not grow.
+        options = [("grpc.http2.bdp_probe", 0), ("grpc.http2.lookahead_bytes", 1024)]
+        channel = grpc.aio.insecure_channel(scheduler.address, options=options)
+        stuck = FakeRouter(scheduler.address, "stuck", channel)
         await stuck.send(hello=scheduler_pb2.Hello(router_id="stuck"))
-        # Bulky messages fill what gRPC itself buffers.
         sampling = common_pb2.SamplingParams(logprobs=20)
         await stuck.submit_all([(PROMPT, 90_000)] * 12, sampling=sampling)
         await until(lambda: len(scheduler.switchboard.requests) > 0)
@@ -328,7 +330,7 @@ async def test_watching_shows_the_pool_now_and_when_it_changes(worker):
 
 
 async def _first(watch, condition) -> common_pb2.Worker:
-    async with asyncio.timeout(5):
+    async with asyncio.timeout(PATIENCE_S):
         while True:
             snapshot = await watch.read()
             if condition(snapshot.workers[0]):
