@@ -277,7 +277,7 @@ async def test_a_deadline_behind_a_longer_queue_is_dropped_before_any_prefill():
 
 async def test_a_prompt_bigger_than_the_pool_is_refused_and_named():
     async with both(max_num_seqs=4, num_kv_blocks=20, max_model_len=1000) as running:
-        error = await refusal_of(running.stack.generate(token_ids={"ids": [5] * 80}))
+        error = await refusal_of(running.stack.generate(token_ids={"ids": [5] * 81}))
         assert (error.code, error.field) == (grpc.StatusCode.INVALID_ARGUMENT, "token_ids.ids")
-        assert "the KV pool holds 80" in error.message
-        assert await running.stack.answer(token_ids={"ids": [5] * 76}, sampling={"max_tokens": 1})
+        assert "the KV pool carries 81" in error.message
+        assert await running.stack.answer(token_ids={"ids": [5] * 80}, sampling={"max_tokens": 1})
