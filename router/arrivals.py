@@ -87,7 +87,6 @@ class Arrivals:
     def _take_tokens(self, news: StepNews, crowd: int) -> Arrived:
         in_flight, token_ids, begin = self._in_flight, news.token_ids, 0
         arrived = Arrived()
-        finish_by_handle = {ended.handle: ended.finish for ended in news.ended}
         for handle, count in zip(news.handles, news.num_new_tokens, strict=True):
             end = begin + count
             completion = in_flight.get(handle)
@@ -95,7 +94,7 @@ class Arrivals:
                 new_token_ids, num_new, stop = token_ids[begin:end], count, None
                 if completion.text.has_stops:
                     new_token_ids, stop = _read(
-                        completion, new_token_ids, finish_by_handle.get(handle)
+                        completion, new_token_ids, news.finish_by_handle.get(handle)
                     )
                     num_new = len(new_token_ids)
                 completion.token_ids.extend(new_token_ids)

@@ -1,13 +1,14 @@
 """Where each completion is: waiting in the queue, in flight under a handle, or gone.
 
-Dispatch is late: a completion leaves the queue when a worker has credit for it. What schedulers
-say comes in here too. Nothing awaits, so each call sees and leaves a whole state. It knows
-completions; requests, callers and deadlines are `router`'s.
+Dispatch is late: a completion leaves the queue when a worker has credit for it. Schedulers' news
+comes in here too. Methods return what became of completions, and the router applies it to requests
+and callers, which the dispatcher does not know. Nothing awaits, so each call sees and leaves a
+whole state.
 """
 
 import functools
 from collections.abc import Callable, Sequence
-from typing import Protocol
+from dataclasses import dataclass
 
 from headrace.service.errors import ServiceError
 from router import outcomes
@@ -41,24 +42,31 @@ _CANCEL_REASON = {
 }
 
 
-class CompletionOwner(Protocol):
-    """Who is told what became of completions."""
+@dataclass(frozen=True, slots=True)
+class Ended:
+    """A completion has ended, and nothing of it is left in the dispatcher."""
 
-    def completion_ended(self, completion: Completion, finish: Finish) -> None:
-        """Its scheduler ended it."""
-        ...
+    completion: Completion
+    finish: Finish
 
-    def stop_found(self, completion: Completion, stop: str) -> None:
-        """Its last token completed a stop string; it is still in flight."""
-        ...
 
-    def completion_failed(self, completion: Completion, error: ServiceError) -> None:
-        """It cannot be served; it is still where it was, for the owner to withdraw."""
-        ...
+@dataclass(frozen=True, slots=True)
+class Failed:
+    """A completion cannot be served; the router ends it, with the others of its request."""
 
-    def pause_began(self) -> None:
-        """There is one more pause that `give_up_paused` is to end in time."""
-        ...
+    completion: Completion
+    error: ServiceError
+
+
+@dataclass(frozen=True, slots=True)
+class Paused:
+    """A completion is paused, so there may be a pause to end in time (see `fail_overdue`)."""
+
+    completion: Completion
+
+
+# Of several, those that have ended come before those that fail.
+Outcome = Ended | Failed | Paused
 
 
 class Dispatcher:
@@ -87,7 +95,6 @@ class Dispatcher:
         self._unread = unread
         self._pauses: Pauses[Completion] = Pauses(unread.max_pause_s)
         self._suspects: Suspects[Completion] = Suspects()
-        self.owner: CompletionOwner | None = None
         self._status = status
         self._clock = clock
         self._links: dict[str, SchedulerLink] = {}
@@ -135,54 +142,51 @@ class Dispatcher:
             assert completion.link is not None, "what is in flight has a link"
             reason = _CANCEL_REASON.get(finish.reason, CancelReason.ABORTED)
             completion.link.cancel(completion, reason)
-            self._land(completion)
-        self._end_pause(completion)
-        self._suspects.clear(completion.key)
+            self._remove_in_flight(completion)
+        self._forget(completion)
 
     def close(self, request: Request) -> None:
         """Nothing of the request waits for its client any more."""
         self._num_streams -= sum(c.num_dispatches > 0 for c in request.completions)
 
-    def has_read(self, completion: Completion) -> None:
-        """More of it was sent to its client: if it is paused, it may go on."""
+    def on_read(self, completion: Completion) -> Sequence[Outcome]:
+        """More of a completion was sent to its client: if it is paused, it may go on."""
         if not completion.is_paused:
-            return
+            return ()
         limit, crowd = completion.max_unread_tokens, self._unread.crowd(self._num_streams)
         if not self._unread.may_go_on(completion.num_unread, limit, crowd):
-            return
+            return ()
         self._end_pause(completion)
         if self._in_flight.get(completion.handle) is completion:
             assert completion.link is not None, "what is in flight has a link"
             assert completion.sent is not None, "what is in flight was sent"
             self.pool.continued(completion.sent)
             completion.link.set_paused(completion.handle, is_paused=False)
-        else:
-            self._requeue(completion)
-            self.pump()
+            return ()
+        self._wait(completion)
+        return self.dispatch()
 
-    def give_up_paused(self) -> float | None:
-        """Fail what has been paused for too long; returns when the next one will have been."""
-        due = self._pauses.due(self._clock())
-        for completion in due:
-            # The failure of one is that of its request, so this one may have ended just now.
-            if completion.is_paused:
-                self._give_up(completion, f"paused for {self._unread.max_pause_s:g} s in one go")
-        if due:
-            self.pump()
+    def fail_overdue(self) -> Sequence[Outcome]:
+        """Fail the completions that have been paused for too long."""
+        why = f"paused for {self._unread.max_pause_s:g} s in one go"
+        return [_too_slow(completion, why) for completion in self._pauses.due(self._clock())]
+
+    def next_overdue(self) -> float | None:
+        """When the next completion will have been paused for too long."""
         return self._pauses.next()
 
-    def connected(self, link: SchedulerLink) -> None:
+    def on_connected(self, link: SchedulerLink) -> None:
         """The link can be used, once its workers are reported."""
         self._links[link.name] = link
 
     def on_report(
         self, scheduler: str, reports: Sequence[WorkerReport], *, is_draining: bool
-    ) -> None:
-        """A scheduler told of its workers."""
+    ) -> Sequence[Outcome]:
+        """Take a scheduler's report of its workers."""
         self.pool.report(scheduler, reports, is_draining=is_draining, now=self._clock())
-        self.pump()
+        return self.dispatch()
 
-    def lost(self, link: SchedulerLink) -> None:
+    def on_lost(self, link: SchedulerLink) -> Sequence[Outcome]:
         """The link broke: the scheduler drops what came through it, and the router requeues it.
 
         A completion that seems to be why schedulers are lost fails instead.
@@ -193,84 +197,88 @@ class Dispatcher:
         # A paused completion takes no part in the scheduler's steps.
         culprit = self._suspects.blame([c.key for c in taken if not c.is_paused])
         for completion in taken:
-            self._take_back(completion)
-        for completion in taken:
-            is_spent = completion.num_dispatches >= _MAX_DISPATCHES
-            if completion.finish is None and (completion.key == culprit or is_spent):
-                error = outcomes.schedulers_lost(completion)
-                self._told().completion_failed(completion, error)
-        self.pump()
+            self._requeue(completion)
+        failed = [
+            Failed(completion, outcomes.schedulers_lost(completion))
+            for completion in taken
+            if completion.key == culprit or completion.num_dispatches >= _MAX_DISPATCHES
+        ]
+        return failed or self.dispatch()
 
-    def on_step(self, news: StepNews) -> None:
-        """Take one step's news; completions that we ended ourselves are unknown and skipped."""
+    def on_step(self, news: StepNews) -> Sequence[Outcome]:
+        """Take one step's news; completions that the router ended are unknown and skipped."""
         arrived = self._arrivals.take(news, self._unread.crowd(self._num_streams))
-        if self._suspects.has_trial:
-            self._on_trial_tokens(news)
-        for ended in news.ended:
-            completion = self._in_flight.get(ended.handle)
-            if completion is not None:
-                completion.request.num_preemptions += ended.num_preemptions
-                self._land(completion)
-                self._end_pause(completion)
-                self._suspects.clear(completion.key)
-                stop = arrived.stop_by_handle.get(ended.handle)
-                finish = ended.finish if stop is None else Finish(FinishReason.STOP, stop=stop)
-                self._told().completion_ended(completion, finish)
+        was_trial = self._suspects.has_trial
+        if was_trial:
+            self._note_progress(news)
+        ended: list[Outcome] = []
+        failed: list[Outcome] = []
+        for handle, finish in news.finish_by_handle.items():
+            if (completion := self._in_flight.get(handle)) is not None:
+                completion.request.num_preemptions += finish.num_preemptions
+                self._remove_in_flight(completion)
+                self._forget(completion)
+                stop = arrived.stop_by_handle.get(handle)
+                ended.append(Ended(completion, finish if stop is None else _stopped_by(stop)))
+                if finish.reason is FinishReason.ERROR and stop is None:
+                    failed.append(Failed(completion, outcomes.failed(finish.message)))
         for handle, stop in arrived.stop_by_handle.items():
-            if (stopped := self._in_flight.get(handle)) is not None:
-                self._told().stop_found(stopped, stop)
-        for unread in arrived.unread:
-            if unread.finish is None:
-                self._restrain(unread)
-        if news.ended or news.admissions or arrived.unread or arrived.stop_by_handle:
-            self.pump()
+            if (completion := self._in_flight.get(handle)) is not None:
+                self.withdraw(completion, _stopped_by(stop))
+                ended.append(Ended(completion, _stopped_by(stop)))
+        for completion in arrived.unread:
+            if completion.handle in self._in_flight:
+                failed.extend(self._restrain(completion))
+        if ended or failed:
+            return [*ended, *failed]
+        has_trial_passed = was_trial and not self._suspects.has_trial
+        return self.dispatch() if news.admissions or has_trial_passed else ()
 
-    def _on_trial_tokens(self, news: StepNews) -> None:
-        """Release the next suspects when those on trial have got their tokens."""
+    def _note_progress(self, news: StepNews) -> None:
+        """Count the tokens of completions on trial."""
         for handle, count in zip(news.handles, news.num_new_tokens, strict=True):
             if (completion := self._in_flight.get(handle)) is not None:
                 self._suspects.progressed(completion.key, count)
-        if not self._suspects.has_trial:
-            self.pump()
 
-    def on_refusal(self, refusal: Refusal) -> None:
+    def on_refusal(self, refusal: Refusal) -> Sequence[Outcome]:
         """A scheduler did not take a completion: try elsewhere, or fail its request."""
         completion = self._in_flight.get(refusal.handle)
         if completion is None:
-            return
+            return ()
         is_worth_retrying = outcomes.is_worth_retrying(refusal)
         if is_worth_retrying and completion.sent is not None:
             # Not for a refusal that is the request's own: the worker takes the next request.
             self.pool.refused(completion.sent.worker)
+        self._requeue(completion)
         if is_worth_retrying and completion.num_dispatches < _MAX_DISPATCHES:
-            self._take_back(completion)
-        else:
-            error = outcomes.refused(refusal, completion.request.spec)
-            self._told().completion_failed(completion, error)
-        self.pump()
+            return self.dispatch()
+        return [Failed(completion, outcomes.refused(refusal, completion.request.spec))]
 
-    def pump(self) -> None:
-        """Dispatch what workers have credit for."""
+    def dispatch(self) -> Sequence[Outcome]:
+        """Send what workers have credit for; a completion that no worker can hold fails."""
         now = self._clock()
+        failed: list[Outcome] = []
         for completion in self._suspects.release():
             self.enqueue(completion)
         for model, line in self.queue.lines:
             num_tokens = 0
             needed_by = functools.partial(self._need, now=now)
             for completion, need, worker in turns(line, self.pool, needed_by, now):
+                self.queue.remove(completion.key)
                 if worker is None:
-                    # It was let in for a worker that has gone since; nobody may wait behind it.
+                    # The worker that it was let in for has gone since; no request may wait for it.
                     error = outcomes.no_longer_fits(completion.request.spec)
-                    self._told().completion_failed(completion, error)
+                    failed.append(Failed(completion, error))
                     continue
                 num_tokens += need.num_tokens
-                self._dispatch(completion, worker, need)
+                self._send(completion, worker, need)
             had_waiting = model in self._models_with_waiting
             self.rate(model).observe(now, num_tokens=num_tokens, is_waiting=had_waiting)
             if line:
                 self._models_with_waiting.add(model)
             else:
                 self._models_with_waiting.discard(model)
+        return failed
 
     def rate(self, model: str) -> ServiceRate:
         """How fast the model's line moves."""
@@ -290,8 +298,7 @@ class Dispatcher:
             urgency or 0,
         )
 
-    def _dispatch(self, completion: Completion, worker: WorkerKey, need: Need) -> None:
-        self.queue.remove(completion.key)
+    def _send(self, completion: Completion, worker: WorkerKey, need: Need) -> None:
         if not completion.num_dispatches:
             self._num_streams += 1
             # What is lost with a scheduler and computed again is not the tenant's to pay.
@@ -305,17 +312,17 @@ class Dispatcher:
         completion.link.submit(completion)
         self._status.dispatched(completion)
 
-    def _take_back(self, completion: Completion) -> None:
-        """From in flight to waiting, with the tokens that it has: they are not computed twice."""
-        self._land(completion)
+    def _requeue(self, completion: Completion) -> None:
+        """From in flight to waiting, under the next epoch, with the tokens generated so far."""
+        self._remove_in_flight(completion)
         completion.epoch += 1
         if completion.is_paused:
-            # It waits for its client, not for a worker: `has_read` queues it.
+            # It waits for its client, not for a worker: `on_read` queues it.
             self._status.queued(completion)
         else:
-            self._requeue(completion)
+            self._wait(completion)
 
-    def _requeue(self, completion: Completion) -> None:
+    def _wait(self, completion: Completion) -> None:
         """Queue a completion again, or hold it back until it is tried."""
         if self._suspects.must_wait(completion.key):
             self._suspects.hold(completion.key, completion)
@@ -323,24 +330,25 @@ class Dispatcher:
         else:
             self.enqueue(completion)
 
-    def _land(self, completion: Completion) -> None:
-        """No longer in flight; its credit is free again, which it is already in a pause."""
+    def _remove_in_flight(self, completion: Completion) -> None:
+        """Free the completion's handle and its credit, which a pause has freed already."""
         del self._in_flight[completion.handle]
         assert completion.sent is not None, "what is in flight was sent"
         if not completion.is_paused:
             self.pool.finished(completion.sent, was_admitted=completion.is_admitted)
 
-    def _restrain(self, completion: Completion) -> None:
-        """More of it is unread than may be."""
+    def _restrain(self, completion: Completion) -> Sequence[Outcome]:
+        """Pause or fail a completion of which too much is unread, or let it go on."""
         limit, crowd = completion.max_unread_tokens, self._unread.crowd(self._num_streams)
         is_paused = completion.is_paused
         match self._unread.verdict(completion.num_unread, limit, is_paused=is_paused, crowd=crowd):
             case Verdict.PAUSE:
                 self._pause(completion)
+                return [Paused(completion)]
             case Verdict.GIVE_UP:
-                self._give_up(completion, f"more than {limit // crowd} of its tokens are unread")
+                return [_too_slow(completion, f"more than {limit // crowd} tokens are unread")]
             case Verdict.GO_ON:
-                pass
+                return ()
 
     def _pause(self, completion: Completion) -> None:
         assert completion.link is not None, "what is in flight has a link"
@@ -350,14 +358,15 @@ class Dispatcher:
         self._suspects.clear(completion.key)
         self.pool.paused(completion.sent)
         completion.link.set_paused(completion.handle, is_paused=True)
-        self._told().pause_began()
 
     def _end_pause(self, completion: Completion) -> None:
         completion.request.paused_s += self._pauses.end(completion.key, self._clock())
         completion.is_paused = False
 
-    def _give_up(self, completion: Completion, why: str) -> None:
-        self._told().completion_failed(completion, outcomes.too_slow(completion.request.spec, why))
+    def _forget(self, completion: Completion) -> None:
+        """A completion that has ended is neither paused nor a suspect."""
+        self._end_pause(completion)
+        self._suspects.clear(completion.key)
 
     def _next_handle(self) -> int:
         """uint32 on the wire; a live one is not given out again after it wraps."""
@@ -366,6 +375,10 @@ class Dispatcher:
             if self._last_handle not in self._in_flight:
                 return self._last_handle
 
-    def _told(self) -> CompletionOwner:
-        assert self.owner is not None, "the owner is set before the first request"
-        return self.owner
+
+def _stopped_by(stop: str) -> Finish:
+    return Finish(FinishReason.STOP, stop=stop)
+
+
+def _too_slow(completion: Completion, why: str) -> Failed:
+    return Failed(completion, outcomes.too_slow(completion.request.spec, why))

@@ -48,12 +48,13 @@ class CancelReason(IntEnum):
 
 @dataclass(frozen=True, slots=True)
 class Finish:
-    """How a completion ended; message is for a person."""
+    """How a completion ended; message is for a person, num_preemptions the scheduler's count."""
 
     reason: FinishReason
     stop_token_id: int | None = None
     stop: str | None = None
     message: str = ""
+    num_preemptions: int = 0
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -251,15 +252,6 @@ class Request:
 
 
 @dataclass(frozen=True, slots=True)
-class Ended:
-    """A scheduler ended a completion."""
-
-    handle: int
-    finish: Finish
-    num_preemptions: int
-
-
-@dataclass(frozen=True, slots=True)
 class Admission:
     """A scheduler gave a completion KV blocks for the first time."""
 
@@ -289,7 +281,7 @@ class StepNews:
     token_ids: Sequence[int]  # [sum(num_new_tokens)]
     # [num_completions] drafts verified and accepted, or [0] when there were none.
     draft_counts: Sequence[tuple[int, int]] = ()
-    ended: Sequence[Ended] = ()
+    finish_by_handle: Mapping[int, Finish] = field(default_factory=dict)
     admissions: Sequence[Admission] = ()
     logprobs: Sequence[Logprobs] = ()
 

@@ -8,24 +8,29 @@ import asyncio
 import contextlib
 import time
 from collections import Counter, OrderedDict
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
+from typing import assert_never
 
 from headrace.lazy_heap import LazyHeap
 from headrace.service.errors import ServiceError, aborted
 from router import outcomes
+from router.core.credit import WorkerReport
 from router.core.global_queue import GlobalQueue
 from router.core.placement import Pool
 from router.core.prefix_index import prefix_of, shared_salt
-from router.dispatcher import Dispatcher
+from router.dispatcher import Dispatcher, Ended, Failed, Outcome, Paused
 from router.gate import Gate
 from router.request import (
     Completion,
     Finish,
     FinishReason,
     Int32Array,
+    Refusal,
     Request,
+    SchedulerLink,
     Spec,
+    StepNews,
     Timeline,
 )
 from router.rules import Rules
@@ -63,7 +68,7 @@ class Router:
         wall_clock: Callable[[], float] = time.time,
     ) -> None:
         """clock is monotonic, wall_clock since the epoch; both in seconds."""
-        self.dispatcher = Dispatcher(
+        self._dispatcher = Dispatcher(
             pool,
             GlobalQueue(rules.make_line),
             status,
@@ -71,13 +76,12 @@ class Router:
             clock=clock,
             wall_clock=wall_clock,
         )
-        self.dispatcher.owner = self
         self.is_draining = False
         # Of requests that were let in, how many ended how; the rest of num_accepted is live.
         self.num_accepted = 0
         self.num_ended: Counter[FinishReason] = Counter()
         self._shares_prefixes = rules.share_prefix_cache_across_tenants
-        self._gate = Gate(rules, self.dispatcher, status, clock)
+        self._gate = Gate(rules, self._dispatcher, status, clock)
         self._status = status
         self._clock = clock
         self._wall_clock = wall_clock
@@ -93,15 +97,15 @@ class Router:
 
     @property
     def pool(self) -> Pool:
-        return self.dispatcher.pool
+        return self._dispatcher.pool
 
     @property
     def num_queued(self) -> int:
-        return self.dispatcher.num_queued
+        return self._dispatcher.num_queued
 
     @property
     def num_in_flight(self) -> int:
-        return self.dispatcher.num_in_flight
+        return self._dispatcher.num_in_flight
 
     @property
     def num_live(self) -> int:
@@ -115,6 +119,11 @@ class Router:
     def now(self) -> float:
         """Seconds on the monotonic clock."""
         return self._clock()
+
+    @property
+    def num_paused(self) -> int:
+        """Completions that go on when their clients read."""
+        return self._dispatcher.num_paused
 
     def scheduler_of(self, request_id: str) -> str | None:
         """The scheduler that has, or last had, the request; None if it never reached one."""
@@ -183,7 +192,7 @@ class Router:
             arrived_unix_s=reservation.arrived_unix_s,
             timeline=Timeline(arrived=reservation.arrived),
             number=self._next_key(),
-            account=self.dispatcher.queue.line(spec.model).shares.account(spec.tenant),
+            account=self._dispatcher.queue.line(spec.model).shares.account(spec.tenant),
             waker=self._waker,
             cache_salt=cache_salt,
             prefix=prefix_of(prompt_token_ids, cache_salt),
@@ -203,8 +212,8 @@ class Router:
             self._deadlines.push(request.number, deadline, request)
             self._deadline_added.set()
         for completion in request.completions:
-            self.dispatcher.enqueue(completion)
-        self.dispatcher.pump()
+            self._dispatcher.enqueue(completion)
+        self._dispatch()
         return request
 
     def abort(self, request_id: str) -> bool | None:
@@ -218,7 +227,7 @@ class Router:
         if reservation.request.is_finished:
             return False
         self._end_all(reservation.request, Finish(FinishReason.ABORTED))
-        self.dispatcher.pump()
+        self._dispatch()
         return True
 
     def abort_tenant(self, tenant: str) -> list[str]:
@@ -242,9 +251,10 @@ class Router:
         for request in due:
             self._end_all(request, Finish(FinishReason.DEADLINE))
         if due:
-            self.dispatcher.pump()
+            self._dispatch()
+        self._apply(self._dispatcher.fail_overdue())
         nearest = self._deadlines.head()
-        following = [self.dispatcher.give_up_paused(), nearest.rank if nearest else None]
+        following = [self._dispatcher.next_overdue(), nearest.rank if nearest else None]
         return min((max(0.0, when - now) for when in following if when is not None), default=None)
 
     async def run_deadlines(self) -> None:
@@ -256,23 +266,35 @@ class Router:
                 async with asyncio.timeout(wait_s):
                     await self._deadline_added.wait()
 
+    def on_connected(self, link: SchedulerLink) -> None:
+        """A scheduler can be used, once its workers are reported."""
+        self._dispatcher.on_connected(link)
+
+    def on_lost(self, link: SchedulerLink) -> None:
+        """The connection to a scheduler broke."""
+        self._apply(self._dispatcher.on_lost(link))
+
+    def on_report(
+        self, scheduler: str, reports: Sequence[WorkerReport], *, is_draining: bool
+    ) -> None:
+        """A scheduler reported its workers."""
+        self._apply(self._dispatcher.on_report(scheduler, reports, is_draining=is_draining))
+
+    def on_step(self, news: StepNews) -> None:
+        """A scheduler told what a step brought."""
+        self._apply(self._dispatcher.on_step(news))
+
+    def on_refusal(self, refusal: Refusal) -> None:
+        """A scheduler did not take a completion."""
+        self._apply(self._dispatcher.on_refusal(refusal))
+
+    def on_read(self, completion: Completion) -> None:
+        """More of a completion was sent to its client."""
+        self._apply(self._dispatcher.on_read(completion))
+
     async def wait_idle(self) -> None:
         """Return once no caller is being answered."""
         await self._idle.wait()
-
-    def completion_ended(self, completion: Completion, finish: Finish) -> None:
-        """Its scheduler ended it."""
-        self._finish(completion, finish)
-        if finish.reason is FinishReason.ERROR:
-            self._fail(completion.request, outcomes.failed(finish.message))
-
-    def stop_found(self, completion: Completion, stop: str) -> None:
-        """Its last token completed a stop string."""
-        self._end(completion, Finish(FinishReason.STOP, stop=stop))
-
-    def completion_failed(self, completion: Completion, error: ServiceError) -> None:
-        """No scheduler takes it, or its client does not read."""
-        self._fail(completion.request, error)
 
     def _deadline(self, spec: Spec) -> float | None:
         """On the monotonic clock."""
@@ -280,12 +302,27 @@ class Router:
             return None
         return self._clock() + (spec.deadline_unix_s - self._wall_clock())
 
-    def pause_began(self) -> None:
-        """It may be the next thing to expire."""
-        self._deadline_added.set()
+    def _dispatch(self) -> None:
+        """Dispatch what workers have credit for."""
+        self._apply(self._dispatcher.dispatch())
+
+    def _apply(self, found: Sequence[Outcome]) -> None:
+        """Apply what became of completions to their requests, and dispatch what has room then."""
+        while found:
+            for outcome in found:
+                match outcome:
+                    case Ended(completion, finish):
+                        self._finish(completion, finish)
+                    case Failed(completion, error):
+                        self._fail(completion.request, error)
+                    case Paused():
+                        self._deadline_added.set()
+                    case _:
+                        assert_never(outcome)
+            found = self._dispatcher.dispatch()
 
     def _end(self, completion: Completion, finish: Finish) -> None:
-        self.dispatcher.withdraw(completion, finish)
+        self._dispatcher.withdraw(completion, finish)
         self._finish(completion, finish)
 
     def _end_all(self, request: Request, finish: Finish) -> None:
@@ -312,9 +349,9 @@ class Router:
             is_late = request.deadline is not None and request.deadline <= self._clock()
             reason = FinishReason.DEADLINE if is_late else FinishReason.ABORTED
             self._end_all(request, Finish(reason))
-            self.dispatcher.pump()
+            self._dispatch()
         self._deadlines.remove(request.number)
-        self.dispatcher.close(request)
+        self._dispatcher.close(request)
         self._gate.spend(request.spec.tenant, request.num_completion_tokens)
         self.num_ended[_ending(request)] += 1
         del self._requests[request.number]

@@ -128,7 +128,7 @@ def _take(completion: Completion, router: Router, echo: str) -> Delta | None:
     del completion.logprobs[: piece.num_tokens]
     completion.num_streamed = end
     if completion.is_paused:
-        router.dispatcher.has_read(completion)
+        router.on_read(completion)
     text, text_offsets = piece.text, piece.text_offsets
     if echo:
         text = text if completion.has_echoed else echo + text

@@ -208,7 +208,7 @@ class InferenceServicer:
             workers=sorted(workers, key=lambda worker: worker.worker_id),
             num_queued=self._router.num_queued,
             num_in_flight=self._router.num_in_flight,
-            num_paused=self._router.dispatcher.num_paused,
+            num_paused=self._router.num_paused,
         )
 
     def _vocab_size(self, model_name: str) -> int:

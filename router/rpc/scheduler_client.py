@@ -114,7 +114,7 @@ class SchedulerClient:
 
     def _forget_connection(self) -> None:
         if self._is_up:
-            self._router.dispatcher.lost(self)
+            self._router.on_lost(self)
         self._is_up = False
         self.workers = []
         # What was not sent is taken back with the rest, and sent again elsewhere.
@@ -136,12 +136,11 @@ class SchedulerClient:
                 logger.error("the connection to scheduler %s failed", name, exc_info=error)
 
     async def _read(self, call: Any) -> None:
-        dispatcher = self._router.dispatcher
         async for message in call:
             if message.HasField("step_update"):
-                dispatcher.on_step(scheduler_wire.to_news(message.step_update))
+                self._router.on_step(scheduler_wire.to_news(message.step_update))
             for refusal in message.refusals:
-                dispatcher.on_refusal(scheduler_wire.to_refusal(refusal))
+                self._router.on_refusal(scheduler_wire.to_refusal(refusal))
         raise _StreamEndedError
 
     async def _write(self, call: Any) -> None:
@@ -159,9 +158,9 @@ class SchedulerClient:
             if not self._is_up:
                 self._is_up = True
                 logger.info("scheduler %s is connected", self._name)
-                self._router.dispatcher.connected(self)
+                self._router.on_connected(self)
             self.workers = list(snapshot.workers)
-            self._router.dispatcher.on_report(
+            self._router.on_report(
                 self.name,
                 [scheduler_wire.to_report(worker) for worker in snapshot.workers],
                 is_draining=snapshot.draining,

@@ -11,7 +11,6 @@ from router.request import (
     Admission,
     CancelReason,
     Completion,
-    Ended,
     Finish,
     FinishReason,
     Logprobs,
@@ -111,7 +110,7 @@ def to_news(update: scheduler_pb2.StepUpdate) -> StepNews:
         num_new_tokens=num_new_tokens,
         token_ids=token_ids,
         draft_counts=list(zip(draft_counts[::2], draft_counts[1::2], strict=True)),
-        ended=[_ended(finished) for finished in update.finished],
+        finish_by_handle={f.handle: _finish(f) for f in update.finished},
         admissions=[
             Admission(a.handle, a.num_cached_tokens, a.time_unix_s) for a in update.admitted
         ],
@@ -126,11 +125,13 @@ def _encoded(logprobs: Iterable[common_pb2.TokenLogprobs]) -> list[bytes]:
     return [entry.SerializeToString() for entry in logprobs]
 
 
-def _ended(finished: scheduler_pb2.Finished) -> Ended:
-    reason = _FINISH_REASON.get(finished.reason, FinishReason.ERROR)
-    stop_token_id = finished.stop_token_id if finished.HasField("stop_token_id") else None
-    finish = Finish(reason, stop_token_id=stop_token_id, message=finished.message)
-    return Ended(finished.handle, finish, finished.num_preemptions)
+def _finish(finished: scheduler_pb2.Finished) -> Finish:
+    return Finish(
+        _FINISH_REASON.get(finished.reason, FinishReason.ERROR),
+        stop_token_id=finished.stop_token_id if finished.HasField("stop_token_id") else None,
+        message=finished.message,
+        num_preemptions=finished.num_preemptions,
+    )
 
 
 def to_refusal(refusal: scheduler_pb2.Refusal) -> Refusal:

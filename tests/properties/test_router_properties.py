@@ -86,6 +86,8 @@ class RouterMachine(RuleBasedStateMachine):
                 tenant=reservation.tenant,
                 priority=priority,
                 max_tokens=50,
+                # What the steps bring, so some requests stop after seven tokens.
+                stop=(7 * "b",) if num_tokens % 2 else (),
                 deadline_unix_s=None if lead_s is None else self.bench.time + lead_s,
             )
             router, prompt = self.bench.router, np.ones(num_tokens, np.int32)
@@ -138,14 +140,14 @@ class RouterMachine(RuleBasedStateMachine):
             handle = self.pick(link.sent, chance)
             del link.sent[handle]
             link.paused.discard(handle)
-            self.bench.dispatcher.on_refusal(Refusal(handle, reason, ""))
+            self.bench.router.on_refusal(Refusal(handle, reason, ""))
 
     @rule(name=st.sampled_from(sorted(MODELS)))
     def lose(self, name):
         """The scheduler goes, and comes back."""
         link = self.bench.links.pop(name)
         link.sent.clear()
-        self.bench.dispatcher.lost(link)
+        self.bench.router.on_lost(link)
         self.connect(name)
 
     @rule(seconds=st.sampled_from([0.01, 0.2, 1.5]))
@@ -154,7 +156,7 @@ class RouterMachine(RuleBasedStateMachine):
         self.bench.router.expire()
         for name, model in MODELS.items():
             one = report(name, 4, model=model, displaces_by_priority=self.displaces)
-            self.bench.dispatcher.on_report(name, [one], is_draining=False)
+            self.bench.router.on_report(name, [one], is_draining=False)
 
     @precondition(lambda self: self.stays)
     @rule(chance=chances, share=st.sampled_from([1, 2]))
@@ -163,16 +165,7 @@ class RouterMachine(RuleBasedStateMachine):
         request = self.pick(self.bench.router._requests.values(), chance)
         for completion in request.completions:
             completion.num_streamed += completion.num_unread // share
-            self.bench.dispatcher.has_read(completion)
-
-    @precondition(lambda self: self.stays)
-    @rule(chance=chances)
-    def find_a_stop_string(self, chance):
-        request = self.pick(self.bench.router._requests.values(), chance)
-        completion = request.completions[chance % len(request.completions)]
-        if completion.token_ids and completion.finish is None:
-            self.bench.router.stop_found(completion, "stop")
-            self.bench.dispatcher.pump()
+            self.bench.router.on_read(completion)
 
     @invariant()
     def every_request_is_counted_once(self):
@@ -193,17 +186,18 @@ class RouterMachine(RuleBasedStateMachine):
             c for r in router._requests.values() for c in r.completions if c.finish is None
         ]
         sent = [c for link in self.bench.links.values() for c in link.sent.values()]
-        suspects = router.dispatcher._suspects._held.values()
-        places = [id(c) for c in (*router.dispatcher.queue, *suspects, *sent)]
+        dispatcher = router._dispatcher
+        suspects = dispatcher._suspects._held.values()
+        places = [id(c) for c in (*dispatcher.queue, *suspects, *sent)]
         held = [id(c) for c in unfinished if c.is_paused and id(c) not in places]
         assert sorted(places + held) == sorted(id(c) for c in unfinished)
         paused = [h for link in self.bench.links.values() for h in link.paused]
-        assert len(router.dispatcher._pauses) == len(held) + len(paused)
+        assert len(dispatcher._pauses) == len(held) + len(paused)
         assert router.pool.num_in_flight() == len(sent) - len(paused)
 
     @invariant()
     def loads_are_what_waits(self):
-        queue = self.bench.dispatcher.queue
+        queue = self.bench.router._dispatcher.queue
         waiting = list(queue)
         assert queue.load.num_requests == len(waiting)
         for tenant in "abc":
@@ -212,7 +206,7 @@ class RouterMachine(RuleBasedStateMachine):
 
     @invariant()
     def nobody_waits_while_a_worker_has_credit_for_the_first_in_line(self):
-        dispatcher = self.bench.dispatcher
+        dispatcher = self.bench.router._dispatcher
         for _, line in dispatcher.queue.lines:
             completion = line.peek()
             if completion is not None:

@@ -9,7 +9,7 @@ from headrace.status.states import Writer
 from headrace.status.store import StatusStore
 from router.core.credit import WorkerReport, WorkerState
 from router.core.placement import Pool
-from router.request import Admission, Ended, Finish, FinishReason, Spec, StepNews
+from router.request import Admission, Finish, FinishReason, Spec, StepNews
 from router.router import Router
 from router.rules import Rules
 from router.status_log import StatusLog
@@ -55,14 +55,13 @@ class Bench:
             clock=lambda: self.time,
             wall_clock=lambda: self.time,
         )
-        self.dispatcher = self.router.dispatcher
         self.links = {}
         self.add("s", max_num_seqs=max_num_seqs)
 
     def add(self, name, max_num_seqs=4, **worker):
         link = self.links[name] = Link(name)
-        self.dispatcher.connected(link)
-        self.dispatcher.on_report(name, [report(name, max_num_seqs, **worker)], is_draining=False)
+        self.router.on_connected(link)
+        self.router.on_report(name, [report(name, max_num_seqs, **worker)], is_draining=False)
         return link
 
     def enter(self, request_id, num_tokens=10, *, tenant="", model="m", **fields):
@@ -82,13 +81,13 @@ class Bench:
     def step(self, link="s", num_tokens=1, *, ends=(), handles=None):
         """The requests with these handles, or all that the link has, get tokens."""
         handles = list(self.links[link].sent) if handles is None else handles
-        self.dispatcher.on_step(
+        self.router.on_step(
             StepNews(
                 handles=handles,
                 num_new_tokens=[num_tokens] * len(handles),
                 token_ids=array("i", [65] * (num_tokens * len(handles))),
                 admissions=[Admission(handle, 0, self.time) for handle in handles],
-                ended=[Ended(handle, Finish(FinishReason.LENGTH), 0) for handle in ends],
+                finish_by_handle=dict.fromkeys(ends, Finish(FinishReason.LENGTH)),
             )
         )
         for handle in ends:
@@ -102,8 +101,8 @@ class Bench:
         assert not len(router._deadlines)
         assert (router._gate.permits.num_live, router._gate.num_reading) == (0, 0)
         assert router.pool.num_in_flight() == 0
-        assert router.dispatcher.queue.load.num_tokens == 0
-        assert router.dispatcher._num_streams == 0
+        assert router._dispatcher.queue.load.num_tokens == 0
+        assert router._dispatcher._num_streams == 0
         assert router.num_accepted == sum(router.num_ended.values())
         assert all(not link.sent for link in self.links.values())
 

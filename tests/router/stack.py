@@ -74,7 +74,7 @@ class Stack:
             or router._requests
             or router._gate.num_reading
             or len(router._deadlines)
-            or router.dispatcher.queue.load.num_tokens
+            or router._dispatcher.queue.load.num_tokens
             or router.pool.num_in_flight()
         )
 

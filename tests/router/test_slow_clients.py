@@ -28,7 +28,7 @@ def entered(bench, request_id="r", **fields):
 def read(bench, completion, num_tokens):
     """As the stream does when its client takes something."""
     completion.num_streamed += num_tokens
-    bench.dispatcher.has_read(completion)
+    bench.router.on_read(completion)
 
 
 def paused(bench, link="s"):
@@ -105,7 +105,7 @@ def test_log_probabilities_that_wait_take_no_more_memory_than_tokens_may(num_log
     leave, _, completion = entered(slow, num_logprobs=num_logprobs, max_tokens=5000)
     num_steps = 0
     while not completion.is_paused:
-        slow.dispatcher.on_step(step_with_logprobs([completion.handle], num_logprobs))
+        slow.router.on_step(step_with_logprobs([completion.handle], num_logprobs))
         num_steps += 1
     # Nothing of a decoded message: it would keep all of its step, other requests' too.
     assert {type(entry) for entry in completion.logprobs} == {bytes}
@@ -144,7 +144,7 @@ def test_it_is_cut_at_once_where_that_is_asked_for():
     leave, request, _ = entered(slow)
     slow.step(num_tokens=11)
     assert request.error.reason == "SLOW_CLIENT"
-    assert "more than 10 of its tokens are unread" in request.error.message
+    assert "more than 10 tokens are unread" in request.error.message
     assert not slow.links["s"].paused
     leave()
     slow.assert_empty()
@@ -201,7 +201,7 @@ def test_a_report_without_it_counts_nobody_else_in_its_place():
     slow = bench(max_num_seqs=1, waiting_allowance=0)
     leave, _, _ = entered(slow)
     slow.step(num_tokens=11)
-    slow.dispatcher.on_report("s", [report("s", 1)], is_draining=False)
+    slow.router.on_report("s", [report("s", 1)], is_draining=False)
     leave_other, _, other = entered(slow, "other")
     assert other in slow.links["s"].sent.values()
     leave()
@@ -212,7 +212,7 @@ def test_a_report_without_it_counts_nobody_else_in_its_place():
 @pytest.mark.parametrize("ending", ["abort", "leave", "deadline", "scheduler", "stop string"])
 def test_however_it_ends_in_a_pause_nothing_is_left(ending):
     slow = bench()
-    leave, request, completion = entered(slow, deadline_unix_s=1030.0)
+    leave, request, completion = entered(slow, deadline_unix_s=1030.0, stop=(12 * "b",))
     slow.step(num_tokens=11)
     slow.time += 3.0
     match ending:
@@ -227,7 +227,8 @@ def test_however_it_ends_in_a_pause_nothing_is_left(ending):
             slow.links["s"].paused.clear()
             slow.step(ends=list(slow.links["s"].sent))
         case "stop string":
-            slow.router.stop_found(completion, "A")
+            slow.step(num_tokens=1)
+            assert completion.finish.stop == 12 * "b"
     assert request.is_finished
     assert not completion.is_paused
     assert slow.router.expire() is None
@@ -241,7 +242,7 @@ def test_when_its_scheduler_is_lost_it_is_sent_again_only_when_it_is_read():
     leave, request, completion = entered(slow)
     slow.step(num_tokens=11)
     slow.add("t")
-    slow.dispatcher.lost(slow.links.pop("s"))
+    slow.router.on_lost(slow.links.pop("s"))
     assert (slow.router.num_queued, slow.router.num_in_flight) == (0, 0)
     assert slow.links["t"].sent == {}
     read(slow, completion, 6)
@@ -261,9 +262,9 @@ def test_a_refused_one_waits_for_its_client_too():
     handle = completion.handle
     del link.sent[handle]
     link.paused.clear()
-    slow.dispatcher.on_refusal(Refusal(handle, "WORKER_LOST", ""))
+    slow.router.on_refusal(Refusal(handle, "WORKER_LOST", ""))
     assert slow.router.num_queued == 0
-    slow.dispatcher.on_report("s", [report("s", 4)], is_draining=False)
+    slow.router.on_report("s", [report("s", 4)], is_draining=False)
     assert link.sent == {}
     read(slow, completion, 11)
     assert list(link.sent.values()) == [completion]
@@ -277,7 +278,7 @@ def test_one_that_waits_for_its_client_alone_ends_as_any_other(ending):
     leave, request, _ = entered(slow, deadline_unix_s=1090.0)
     slow.step(num_tokens=11)
     slow.add("t")
-    slow.dispatcher.lost(slow.links.pop("s"))
+    slow.router.on_lost(slow.links.pop("s"))
     match ending:
         case "abort":
             slow.router.abort("r")

@@ -57,7 +57,7 @@ async def test_ends_before_a_dispatch_are_the_routers_to_write(store_url):
         with pytest.raises(grpc.aio.AioRpcError):
             await stack.answer(request_id="one-too-many")
         assert (await status(stack, "one-too-many")).state == "REJECTED"
-        aborted, late = [c.request_id for c in stack.router.dispatcher.queue]
+        aborted, late = [c.request_id for c in stack.router._dispatcher.queue]
         await stack.stub.Abort(inference_pb2.AbortRequest(request_ids=[aborted]))
         assert (await status(stack, aborted)).state == "ABORTED"
         live = stack.router._reservations[late].request

@@ -4,7 +4,7 @@ from array import array
 
 import pytest
 
-from router.request import CancelReason, Ended, Finish, FinishReason, Logprobs, StepNews
+from router.request import CancelReason, Finish, FinishReason, Logprobs, StepNews
 from router.stream import replies
 from tests.router.bench import TOKENIZER, Bench
 
@@ -26,13 +26,13 @@ class Stopping(Bench):
 
     def say(self, token_ids, *, finish=None, draft_counts=(), has_logprobs=False):
         handle = self.completion.handle
-        self.dispatcher.on_step(
+        self.router.on_step(
             StepNews(
                 handles=[handle],
                 num_new_tokens=[len(token_ids)],
                 token_ids=array("i", token_ids),
                 draft_counts=list(draft_counts),
-                ended=[Ended(handle, finish, 0)] if finish else [],
+                finish_by_handle={handle: finish} if finish else {},
                 logprobs=[Logprobs(handle, [b""] * len(token_ids), ())] * has_logprobs,
             )
         )

@@ -70,13 +70,13 @@ async def test_tenants_share_prefixes_where_the_router_is_set_to():
 @pytest.mark.parametrize("is_shared", [False, True])
 async def test_placement_goes_by_the_same_salt(is_shared):
     async with running(share_prefix_cache_across_tenants=is_shared) as stack:
-        prefixes, submit = [], stack.router.dispatcher.enqueue
+        prefixes, submit = [], stack.router._dispatcher.enqueue
 
         def note(completion):
             prefixes.append(completion.request.prefix)
             submit(completion)
 
-        stack.router.dispatcher.enqueue = note
+        stack.router._dispatcher.enqueue = note
         prompt = list(range(20, 200))
         for tenant in ("a", "b"):
             await stack.answer(token_ids={"ids": prompt}, tenant=tenant, sampling={"max_tokens": 1})

@@ -71,7 +71,7 @@ async def test_abort_ends_what_waits_here_without_asking_a_scheduler(stack):
     await stack.until(lambda: stack.router.pool.reports()[0].max_num_seqs == 1)
     calls = [stack.generate(request_id=f"r-{i}", sampling={}) for i in range(12)]
     await stack.until(lambda: stack.router.num_queued == 3)
-    waiting = [c.request_id for c in stack.router.dispatcher.queue]
+    waiting = [c.request_id for c in stack.router._dispatcher.queue]
     assert await abort(stack, *waiting) == [ABORTED] * 3
     assert stack.router.num_queued == 0
     assert len(stack.scheduler.submissions) == 9

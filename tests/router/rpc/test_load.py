@@ -130,11 +130,11 @@ async def test_a_paused_request_of_a_lost_scheduler_is_sent_on_when_its_client_r
         stack.stub = inference_pb2_grpc.InferenceStub(channel)
         slow = stack.generate(sampling={"max_tokens": num_tokens})
         messages = [await slow.read()]
-        await stack.until(lambda: stack.router.dispatcher.num_paused == 1)
+        await stack.until(lambda: stack.router.num_paused == 1)
         assert not second.submissions
         await first.stop()
         await stack.until(lambda: not stack.router.num_in_flight)
-        assert (stack.router.num_queued, stack.router.dispatcher.num_paused) == (0, 1)
+        assert (stack.router.num_queued, stack.router.num_paused) == (0, 1)
         assert not second.submissions
         messages += await stack.rest(slow)
         tokens = [token for m in messages for o in m.outputs for token in o.token_ids]

@@ -131,11 +131,11 @@ async def test_a_deadline_out_of_reach_is_refused_at_once():
         await with_slots(stack, 1)
         calls = [stack.generate("h w" * 100, sampling={"max_tokens": 1}) for _ in range(40)]
         await stack.until(lambda: stack.router.num_queued == 38)
-        rate = stack.router.dispatcher.rate(MODEL)
+        rate = stack.router._dispatcher.rate(MODEL)
         while rate.tokens_per_s is None:
             stack.scheduler.step()
             await asyncio.sleep(0.1)
-        wait_s = rate.predicted_wait_s(stack.router.dispatcher.queue.line(MODEL).tokens_ahead(""))
+        wait_s = rate.predicted_wait_s(stack.router._dispatcher.queue.line(MODEL).tokens_ahead(""))
         assert wait_s > 0.5
         began = time.monotonic()
         error = await refusal_of(stack.generate(deadline=in_seconds(wait_s / 4)))
