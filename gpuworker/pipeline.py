@@ -48,16 +48,27 @@ class StepPipeline:
             return
         self._waiting_thread.submit(self._wait, step, partial(_settle, finish, step, result))
 
-    def _wait(self, step: PendingStep, settle: Callable[[], None]) -> None:
+    def _wait(self, step: PendingStep, settle: Callable[[BaseException | None], None]) -> None:
+        failure = None
         try:
             step.wait()
-        finally:
-            # What went wrong on the device shows again when the step is finished.
-            self._model_thread.submit(settle)
+        except BaseException as error:  # noqa: BLE001 - it is the caller's
+            failure = error
+        self._model_thread.submit(settle, failure)
 
 
-def _settle(finish: Finish, step: PendingStep, result: "Future[StepResult]") -> None:
+def _settle(
+    finish: Finish,
+    step: PendingStep,
+    result: "Future[StepResult]",
+    failure: BaseException | None,
+) -> None:
+    """Finishes the step, also one whose wait failed: the runner counts it."""
     try:
-        result.set_result(finish(step))
+        outcome = finish(step)
     except BaseException as error:  # noqa: BLE001 - it is the caller's
-        result.set_exception(error)
+        failure = failure or error
+    if failure is not None:
+        result.set_exception(failure)
+    else:
+        result.set_result(outcome)

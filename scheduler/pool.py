@@ -9,6 +9,7 @@ import logging
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, replace
 
+from headrace.service.errors import CALL_ENDS
 from scheduler.config import PoolSettings
 from scheduler.core.explain import Explanation
 from scheduler.core.plan import Int32Array, RequestStatus
@@ -191,7 +192,13 @@ class Pool:
         retry_s = _FIRST_RETRY_S
         try:
             while True:
-                num_steps = await self._drive_once(worker)
+                try:
+                    num_steps = await self._drive_once(worker)
+                except CALL_ENDS:
+                    raise
+                except BaseException:  # a bug, or a library's panic, costs this worker only
+                    logger.exception("cannot use the worker at %s", worker.address)
+                    num_steps = 0
                 # Only a step done shows that it is well again; one that hangs or dies at once
                 # is not tried in a tight loop.
                 retry_s = _FIRST_RETRY_S if num_steps else min(2 * retry_s, _MAX_RETRY_S)
@@ -201,13 +208,8 @@ class Pool:
 
     async def _drive_once(self, worker: ManagedWorker) -> int:
         """Find the worker and run it until it is lost; the number of steps it did."""
-        info = await self._describe(worker)
-        try:
-            engine = self._start(worker, info)
-        except Exception:
-            # Its tables do not fit in memory, or nothing can be planned with such limits.
-            logger.exception("cannot use the worker at %s", worker.address)
-            return 0
+        # Fails where its tables do not fit in memory, or nothing can be planned with such limits.
+        engine = self._start(worker, await self._describe(worker))
         await self._run_engine(worker, engine)
         self._lose(worker, engine)
         return engine.num_steps
@@ -275,7 +277,7 @@ class Pool:
             logger.info("worker at %s is shutting down: it has no request left", worker.address)
         except* WorkerLostError as lost:
             logger.warning("lost worker at %s: %s", worker.address, str(lost.exceptions[0]))
-        except* Exception:
+        except* BaseException:
             logger.exception("the engine of the worker at %s failed", worker.address)
 
     def _lose(self, worker: ManagedWorker, engine: Engine) -> None:

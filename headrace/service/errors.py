@@ -25,6 +25,9 @@ _DETAILS_KEY = "grpc-status-details-bin"
 # gRPC carries a message up to three times in trailers, escaped, and callers take 8 KiB of those:
 # a longer one would reach them as an error about metadata.
 _MAX_MESSAGE_BYTES = 1_000
+# What ends the process or a generator, and what ends a task: no failure of the work in it.
+_PROCESS_ENDS = (KeyboardInterrupt, SystemExit, GeneratorExit)
+CALL_ENDS = (*_PROCESS_ENDS, asyncio.CancelledError)
 _CODE_BY_NUMBER = {code.value[0]: code for code in grpc.StatusCode}
 
 
@@ -205,7 +208,7 @@ def map_errors(handler: Any, method: str) -> Any:
     async def around(call: Callable[[], Awaitable[Any]], context: Any) -> Any:
         try:
             return await call()
-        except (grpc.aio.AbortError, grpc.aio.UsageError, *_ENDS):
+        except (grpc.aio.AbortError, grpc.aio.UsageError, *_PROCESS_ENDS):
             raise
         except BaseException as error:
             if _is_cancelled(error):
@@ -217,10 +220,6 @@ def map_errors(handler: Any, method: str) -> Any:
         return await _abort(context, code, status)
 
     return surround(handler, around)
-
-
-# What ends the process or a generator, not just a call.
-_ENDS = (KeyboardInterrupt, SystemExit, GeneratorExit)
 
 
 def _is_cancelled(error: BaseException) -> bool:

@@ -2,6 +2,7 @@
 
 import asyncio
 import logging
+import pkgutil
 import random
 import time
 
@@ -42,6 +43,42 @@ async def test_a_worker_is_ready_once_its_model_is_loaded(caplog):
         assert await router.finished(handle) == [expected_tokens(PROMPTS[0], 3)]
     reasons = [r.getMessage() for r in caplog.records if "is not ready" in r.getMessage()]
     assert len(reasons) == len(set(reasons)) >= 1
+
+
+class Panic(BaseException):
+    """As a library in Rust raises it."""
+
+
+@pytest.mark.parametrize(
+    "place",
+    [
+        "scheduler.rpc.gpuworker_client.GpuWorkerClient.describe",
+        "scheduler.pool.Pool._start",
+        "scheduler.engine.Engine._plan_step",
+        "scheduler.engine.Engine._apply_result",
+        "scheduler.rpc.gpuworker_client.ExecuteStream.receive",
+    ],
+)
+async def test_a_panic_costs_one_engine_and_no_request(place, monkeypatch, caplog):
+    worker = FakeGpuWorker()
+    await worker.start()
+    owner_name, _, name = place.rpartition(".")
+    owner = pkgutil.resolve_name(owner_name)
+    inner, num_calls = getattr(owner, name), 0
+
+    def panic_once(*args):
+        nonlocal num_calls
+        num_calls += 1
+        if num_calls == 1:
+            raise Panic
+        return inner(*args)
+
+    monkeypatch.setattr(owner, name, panic_once)
+    async with running_scheduler([worker]) as scheduler, router_to(scheduler) as router:
+        await scheduler.ready()
+        handle = await router.submit(PROMPTS[0], 3)
+        assert await router.finished(handle) == [expected_tokens(PROMPTS[0], 3)]
+    assert "Panic" in caplog.text
 
 
 def request_id_of(plan) -> str | None:

@@ -361,13 +361,18 @@ async def test_a_column_of_odd_size_ends_the_stream_with_its_name(worker: Worker
     assert from_rpc_error(caught.value).field == "rows"
 
 
+class Panic(BaseException):
+    """As a library in Rust raises it."""
+
+
+@pytest.mark.parametrize("bug", [ZeroDivisionError, Panic])
 async def test_a_bug_while_reading_ends_the_stream_too(
-    worker: Worker, monkeypatch: pytest.MonkeyPatch
+    worker: Worker, monkeypatch: pytest.MonkeyPatch, bug: type[BaseException]
 ) -> None:
     load(worker)
 
     def fail(_message: gpuworker_pb2.StepPlan) -> StepPlan:
-        raise ZeroDivisionError
+        raise bug
 
     monkeypatch.setattr("gpuworker.rpc.service.wire.step_plan", fail)
     call = worker.stub.Execute()
@@ -377,13 +382,14 @@ async def test_a_bug_while_reading_ends_the_stream_too(
     assert from_rpc_error(caught.value).code == grpc.StatusCode.INTERNAL
 
 
+@pytest.mark.parametrize("bug", [ZeroDivisionError, Panic])
 async def test_a_bug_in_a_step_ends_the_stream_and_the_worker_serves_on(
-    worker: Worker, checkpoint: Path, monkeypatch: pytest.MonkeyPatch
+    worker: Worker, checkpoint: Path, monkeypatch: pytest.MonkeyPatch, bug: type[BaseException]
 ) -> None:
     load(worker)
 
     def fail(_plan: StepPlan) -> StepResult:
-        raise ZeroDivisionError
+        raise bug
 
     with monkeypatch.context() as patch:
         patch.setattr(worker.runner, "launch", fail)
