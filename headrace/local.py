@@ -255,10 +255,14 @@ class _Start:
         flags: Sequence[str],
         environment: Mapping[str, str] | None = None,
         *,
-        listen: str = "127.0.0.1:0",
+        listen: str = "",
     ) -> str:
-        """Starts one service; its end comes before that of those started earlier."""
+        """Starts one service; its end comes before that of those started earlier.
+
+        Without `listen` only this user's processes reach it: its socket is in our private folder.
+        """
         config = self._config
+        listen = listen or f"unix:{self._folder / name}.sock"
         child = Child(name, self._log)
         self._stack.push_async_callback(child.stop, config.drain_timeout_s + _STOP_SLACK_S)
         command = [

@@ -24,9 +24,9 @@ _STOP_SIGNALS = (signal.SIGTERM, signal.SIGINT)
 class ServingConfig(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
     """How a service listens."""
 
-    listen: Annotated[str, help_text("host:port to listen on; port 0 takes a free one.")] = (
-        "127.0.0.1:0"
-    )
+    listen: Annotated[
+        str, help_text("host:port to listen on (port 0 takes a free one), or unix:PATH.")
+    ] = "127.0.0.1:0"
     tls_cert_file: Annotated[str, help_text("PEM certificate; with a key, the port is TLS.")] = ""
     tls_key_file: Annotated[str, help_text("PEM private key of the certificate.")] = ""
     tls_client_ca_file: Annotated[

@@ -55,8 +55,8 @@ async def test_services_find_each_other_and_the_model_answers(lines):
         assert [child.name for child in pool.children] == ["gpuworker", "scheduler", "router"]
         text = "\n".join(lines)
     assert told == ["starting the status store", "loading fake"]
-    assert re.search(r"\[scheduler\] pid .* --worker 127\.0\.0\.1:\d+", text)
-    assert re.search(r"\[router\] pid .* --scheduler 127\.0\.0\.1:\d+", text)
+    assert re.search(r"\[scheduler\] pid .* --worker unix:/\S+/gpuworker\.sock", text)
+    assert re.search(r"\[router\] pid .* --scheduler unix:/\S+/scheduler\.sock", text)
     assert re.search(r"\[router\] store unix:///.*password=", text)
     assert "password" not in "".join(line for line in lines if "pid" in line)
 

@@ -56,10 +56,9 @@ class Stack:
         """Where the scheduler listens; only the kernel can say."""
         child = next(c for c in self.pool.children if c.name == "scheduler")
         process = psutil.Process(child._process.pid)
-        (port,) = {
-            c.laddr.port for c in process.net_connections("inet") if c.status == psutil.CONN_LISTEN
-        }
-        return f"127.0.0.1:{port}"
+        connections = process.net_connections("unix")
+        (socket,) = {c.laddr for c in connections if c.laddr.endswith("scheduler.sock")}
+        return f"unix:{socket}"
 
     async def is_free(self) -> bool:
         pool = await self.client.pool()
