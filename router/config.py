@@ -7,8 +7,8 @@ import msgspec
 from headrace.service.config import help_text
 from headrace.service.serving import ServingConfig
 from router.core.admission import Limits, TenantLimits
-from router.core.line import Policy
 from router.core.pauses import SlowClient, UnreadLimits
+from router.core.policies import Policy
 from router.rules import Rules
 
 

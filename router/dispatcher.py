@@ -15,9 +15,9 @@ from router import outcomes
 from router.arrivals import Arrivals
 from router.core.credit import WorkerReport
 from router.core.global_queue import GlobalQueue
-from router.core.line import Entry
 from router.core.pauses import Pauses, UnreadLimits, Verdict
 from router.core.placement import Need, Pool, WorkerKey
+from router.core.policies.order import QueueEntry
 from router.core.service_rate import ServiceRate
 from router.core.suspects import Suspects
 from router.core.turns import turns
@@ -120,7 +120,7 @@ class Dispatcher:
         request = completion.request
         completion.max_unread_tokens = self._unread.of(request.spec.num_logprobs)
         self.queue.push(
-            Entry(
+            QueueEntry(
                 key=completion.key,
                 model=request.spec.model,
                 order=completion.key,

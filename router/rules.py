@@ -6,8 +6,9 @@ from typing import Any
 
 from router.core.admission import Limits, TenantLimits
 from router.core.fairness import FairShare
-from router.core.line import Line, Policy
+from router.core.line import Line
 from router.core.pauses import UnreadLimits
+from router.core.policies import Policy, make_order
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -30,4 +31,4 @@ class Rules:
             default_weight=self.tenant_limits.weight,
             output_price=self.output_price,
         )
-        return Line(self.policy, shares, aging_s=self.priority_aging_s)
+        return Line(make_order(self.policy, aging_s=self.priority_aging_s), shares)

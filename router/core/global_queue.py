@@ -8,7 +8,8 @@ from collections.abc import Callable, Iterator
 from typing import Generic, TypeVar
 
 from router.core.admission import QueueLoad
-from router.core.line import Entry, Line
+from router.core.line import Line
+from router.core.policies.order import QueueEntry
 
 T = TypeVar("T")
 
@@ -51,7 +52,7 @@ class GlobalQueue(Generic[T]):
         loads = [line.load_of(tenant) for line in self._line_by_model.values()]
         return QueueLoad(sum(x.num_requests for x in loads), sum(x.num_tokens for x in loads))
 
-    def push(self, entry: Entry[T]) -> None:
+    def push(self, entry: QueueEntry[T]) -> None:
         """Let it wait; its key must not be waiting already."""
         self.line(entry.model).push(entry)
 

@@ -1,10 +1,4 @@
-"""The order of the requests that wait for one model.
-
-fcfs      by arrival.
-priority  the smaller priority first, arrival breaks ties; with aging, a priority is worth
-          aging_s seconds of waiting, so that a request is overtaken only by those that come
-          within (difference of priorities) * aging_s after it: nobody starves.
-fair      tenants take turns by what they were served (see `fairness`); inside a tenant, priority.
+"""The requests that wait for one model, in the order of a policy (see `policies`).
 
 A request that comes back (its scheduler was lost) keeps its arrival, so it is ahead of all that
 came after it. A request that no worker has credit for is passed over and put back at the end of
@@ -12,51 +6,28 @@ the round; in between, the next in order is at the head.
 """
 
 from collections.abc import Iterator
-from dataclasses import dataclass
-from typing import Generic, Literal, TypeVar
+from typing import Generic, TypeVar
 
 from headrace.lazy_heap import LazyHeap
 from router.core.admission import QueueLoad
 from router.core.fairness import FairShare
+from router.core.policies.order import Order, QueueEntry
 
-Policy = Literal["fcfs", "priority", "fair"]
 T = TypeVar("T")
 
 _NO_LOAD = QueueLoad(0, 0)
-_MIN_PRIORITY = -(2**31)
-
-
-@dataclass(frozen=True, slots=True, eq=False, kw_only=True)
-class Entry(Generic[T]):
-    """A request that waits for a model.
-
-    key is unique among those that wait; arrival is in seconds, and order, a number that only
-    grows, breaks its ties. num_tokens are those of the prompt.
-    """
-
-    key: int
-    model: str
-    order: int
-    arrival: float
-    num_tokens: int
-    priority: int
-    tenant: str
-    item: T
 
 
 class Line(Generic[T]):
     """Waiting requests by key; the caller is its only writer."""
 
-    def __init__(
-        self, policy: Policy = "fcfs", shares: FairShare | None = None, *, aging_s: float = 0.0
-    ) -> None:
-        """shares decides between tenants under policy fair; aging_s 0 is no aging."""
+    def __init__(self, order: Order, shares: FairShare | None = None) -> None:
+        """shares decides between tenants where they take turns."""
         self.shares = shares or FairShare()
-        self._policy = policy
-        self._aging_s = aging_s
-        self._entry_by_key: dict[int, Entry[T]] = {}
-        # A heap for each tenant under policy fair, else one.
-        self._heaps: dict[str, LazyHeap[int, Entry[T]]] = {}
+        self._order = order
+        self._entry_by_key: dict[int, QueueEntry[T]] = {}
+        # A heap for each tenant where tenants take turns, else one.
+        self._heaps: dict[str, LazyHeap[int, QueueEntry[T]]] = {}
         self._load_by_tenant: dict[str, QueueLoad] = {}
         self._heaps_passed_over: set[str] = set()
         self.num_tokens = 0
@@ -78,38 +49,24 @@ class Line(Generic[T]):
         return self._load_by_tenant.get(tenant, _NO_LOAD)
 
     def tokens_ahead(self, tenant: str) -> int:
-        """Prompt tokens that go before a new request of the tenant; at most, not exactly.
-
-        Under policy priority it depends on who comes yet; then nothing is claimed.
-        """
-        match self._policy:
-            case "fcfs":
-                return self.num_tokens
-            case "fair":
-                # Each other tenant gets about one turn for each of ours, whatever it has waiting.
-                ours = self.load_of(tenant).num_tokens
-                return min(self.num_tokens, ours * max(1, len(self._load_by_tenant)))
-            case "priority":
-                return 0
+        """Prompt tokens served before a new request of the tenant, at most; 0: nobody can tell."""
+        return self._order.tokens_ahead(self.load, self.load_of(tenant), len(self._load_by_tenant))
 
     def urgency(self, priority: int, waited_s: float) -> int | None:
-        """The priority that one has by now; None where it does not matter between tenants."""
-        if self._policy != "priority":
-            return None
-        aged = int(waited_s / self._aging_s) if self._aging_s else 0
-        return max(_MIN_PRIORITY, priority - aged)
+        """The priority of a request that has waited so long; None: it does not count."""
+        return self._order.urgency(priority, waited_s)
 
-    def push(self, entry: Entry[T]) -> None:
+    def push(self, entry: QueueEntry[T]) -> None:
         """Let it wait; its key must not be waiting already."""
         assert entry.key not in self._entry_by_key, f"{entry.key} waits already"
         self._entry_by_key[entry.key] = entry
         self._count(entry, 1)
         heap = self._heaps.setdefault(self._heap_of(entry), LazyHeap())
-        heap.push(entry.key, (self._rank(entry), entry.order), entry)
+        heap.push(entry.key, (self._order.rank(entry), entry.order), entry)
 
     def peek(self) -> T | None:
         """The next one, left in its place; None when nothing waits that was not passed over."""
-        if self._policy != "fair":
+        if not self._order.takes_turns:
             return self._head_of("")
         while (tenant := self.shares.next()) is not None:
             if (item := self._head_of(tenant)) is not None:
@@ -119,8 +76,8 @@ class Line(Generic[T]):
 
     def pass_over(self) -> None:
         """Leave the one at the head out of the order until `put_back`."""
-        name = "" if self._policy != "fair" else self.shares.next()
-        assert name is not None, "whoever has a request here has a turn"
+        name = self.shares.next() if self._order.takes_turns else ""
+        assert name is not None, "a tenant with a waiting request has a turn"
         self._heaps[name].pass_over()
         self._heaps_passed_over.add(name)
 
@@ -148,7 +105,7 @@ class Line(Generic[T]):
         head = heap.head() if heap is not None else None
         return None if head is None else head.item.item
 
-    def _count(self, entry: Entry[T], sign: int) -> None:
+    def _count(self, entry: QueueEntry[T], sign: int) -> None:
         """Add the entry to its tenant's load, or take it out; an empty load is forgotten."""
         tenant = entry.tenant
         before = self._load_by_tenant.get(tenant)
@@ -164,12 +121,5 @@ class Line(Generic[T]):
         elif not load.num_requests:
             self.shares.end_waiting(tenant)
 
-    def _heap_of(self, entry: Entry[T]) -> str:
-        return entry.tenant if self._policy == "fair" else ""
-
-    def _rank(self, entry: Entry[T]) -> float:
-        if self._policy == "fcfs":
-            return 0.0
-        if self._aging_s:
-            return entry.arrival + entry.priority * self._aging_s
-        return float(entry.priority)
+    def _heap_of(self, entry: QueueEntry[T]) -> str:
+        return entry.tenant if self._order.takes_turns else ""

@@ -3,11 +3,12 @@
 from router.core.admission import QueueLoad
 from router.core.global_queue import GlobalQueue
 from router.core.line import Line
+from router.core.policies import make_order
 from tests.router.core.test_line import entry
 
 
 def queue_of(*entries):
-    queue = GlobalQueue(Line)
+    queue = GlobalQueue(lambda: Line(make_order("fcfs")))
     for one in entries:
         queue.push(one)
     return queue

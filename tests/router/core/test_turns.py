@@ -5,8 +5,10 @@ import pytest
 from router.core.credit import WorkerReport, WorkerState
 from router.core.fairness import FairShare
 from router.core.global_queue import GlobalQueue
-from router.core.line import Entry, Line
+from router.core.line import Line
 from router.core.placement import Need, Pool
+from router.core.policies import make_order
+from router.core.policies.order import QueueEntry
 from router.core.turns import MAX_PASSED_OVER, turns
 
 NOW = 100.0
@@ -35,7 +37,7 @@ class Desk:
     def __init__(self, *workers, policy="fcfs"):
         self.pool = Pool(waiting_allowance=0)
         self.pool.report("s", workers, is_draining=False, now=NOW)
-        self.queue = GlobalQueue(lambda: Line(policy, FairShare()))
+        self.queue = GlobalQueue(lambda: Line(make_order(policy), FairShare()))
         self.needs = {}
         self.sent = {}
         self.failed = []
@@ -44,7 +46,7 @@ class Desk:
         self.needs[name] = Need(model, num_tokens, 1)
         key = len(self.needs)
         self.queue.push(
-            Entry(
+            QueueEntry(
                 key=key,
                 model=model,
                 order=key,

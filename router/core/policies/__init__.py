@@ -1,0 +1,25 @@
+"""The policies that order waiting requests, by the names that settings use.
+
+A new policy is one file here and its line in this table.
+"""
+
+from collections.abc import Callable, Mapping
+from typing import Literal
+
+from router.core.policies.fair import FairOrder
+from router.core.policies.fcfs import FcfsOrder
+from router.core.policies.order import Order
+from router.core.policies.priority import PriorityOrder
+
+Policy = Literal["fcfs", "priority", "fair"]
+
+_ORDER_BY_POLICY: Mapping[Policy, Callable[[float], Order]] = {
+    "fcfs": lambda _: FcfsOrder(),
+    "priority": PriorityOrder,
+    "fair": FairOrder,
+}
+
+
+def make_order(policy: Policy, *, aging_s: float = 0.0) -> Order:
+    """The order of a policy; aging_s is the waiting time that one priority is worth, 0: none."""
+    return _ORDER_BY_POLICY[policy](aging_s)

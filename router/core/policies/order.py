@@ -1,0 +1,53 @@
+"""What a policy decides about the requests that wait for one model."""
+
+from dataclasses import dataclass
+from typing import Generic, Protocol, TypeVar
+
+from router.core.admission import QueueLoad
+
+T = TypeVar("T")
+
+
+@dataclass(frozen=True, slots=True, eq=False, kw_only=True)
+class QueueEntry(Generic[T]):
+    """A request that waits for a model.
+
+    key is unique among the requests that wait; arrival is in seconds, and order, a number that only
+    grows, breaks its ties. num_tokens are those of the prompt.
+    """
+
+    key: int
+    model: str
+    order: int
+    arrival: float
+    num_tokens: int
+    priority: int
+    tenant: str
+    item: T
+
+
+class Order(Protocol):
+    """Ranks waiting requests; holds no requests itself."""
+
+    @property
+    def takes_turns(self) -> bool:
+        """Whether tenants take turns by what they were served; ranks then order within a tenant."""
+        ...
+
+    def rank(self, entry: QueueEntry[T]) -> float:
+        """The request with the smallest rank is next; of equal ranks the first to arrive."""
+        ...
+
+    def urgency(self, priority: int, waited_s: float) -> int | None:
+        """The priority of a request that has waited so long, as sent to schedulers.
+
+        None: the priority does not count between tenants, and is sent as the client gave it.
+        """
+        ...
+
+    def tokens_ahead(self, load: QueueLoad, tenant_load: QueueLoad, num_tenants: int) -> int:
+        """Prompt tokens served before a new request of a tenant, at most; 0 where nobody can tell.
+
+        load and num_tenants are of all that waits, tenant_load is the tenant's.
+        """
+        ...
