@@ -31,10 +31,10 @@ from router.config import (
     TenantsConfig,
     rules_of,
 )
-from router.core.placement import Pool
+from router.core.placement import WorkerPool
 from router.prompts import PromptReader
 from router.router import Router
-from router.rpc.inference import FULL_NAME, InferenceServicer, Services
+from router.rpc.inference import FULL_NAME, InferenceService, Services
 from router.rpc.model_defaults import ModelDefaults, read_defaults
 from router.rpc.scheduler_client import SchedulerClient
 from router.rules import Rules
@@ -137,7 +137,7 @@ async def serve(
             max_prompt_bytes=router.max_prompt_bytes,
         )
         server = GrpcServer(serving, [FULL_NAME], traces.server_interceptors)
-        InferenceServicer(services).add_to(server.server)
+        InferenceService(services).add_to(server.server)
         keep_for_good()
         stop = stop_asked()
         write_address(process, await server.start())
@@ -163,7 +163,7 @@ def build_router(
 ) -> Router:
     """The router's state, empty."""
     return Router(
-        Pool(
+        WorkerPool(
             waiting_allowance=settings.waiting_allowance,
             max_report_age_s=settings.max_report_age_s,
         ),

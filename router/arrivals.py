@@ -6,15 +6,15 @@ This is the router's hot path: it runs once a step for every completion that got
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 
-from router.core.placement import Pool
-from router.request import Admission, Completion, Finish, Logprobs, StepNews
+from router.core.placement import WorkerPool
+from router.request import Admitted, ClientCompletion, CompletionFinish, Logprobs, StepOutputs
 
 
 @dataclass(frozen=True, slots=True)
 class Arrived:
     """What is to be done about a step: completions with too much unread, and stop strings found."""
 
-    unread: list[Completion] = field(default_factory=list)
+    unread: list[ClientCompletion] = field(default_factory=list)
     stop_by_handle: dict[int, str] = field(default_factory=dict)
     num_dropped_by_handle: dict[int, int] = field(default_factory=dict)  # tokens after a stop
 
@@ -24,8 +24,8 @@ class Arrivals:
 
     def __init__(
         self,
-        in_flight: Mapping[int, Completion],
-        pool: Pool,
+        in_flight: Mapping[int, ClientCompletion],
+        pool: WorkerPool,
         clock: Callable[[], float],
         wall_clock: Callable[[], float],
     ) -> None:
@@ -35,22 +35,22 @@ class Arrivals:
         self._clock = clock
         self._wall_clock = wall_clock
 
-    def take(self, news: StepNews, crowd: int) -> Arrived:
+    def take(self, outputs: StepOutputs, crowd: int) -> Arrived:
         """Append what came, as far as it counts: nothing does after a stop string.
 
         crowd divides what may be unread (see `pauses`).
         Handles of completions that the router ended itself are unknown, and skipped.
         """
-        for admission in news.admissions:
+        for admission in outputs.admissions:
             self._take_admission(admission)
-        for logprobs in news.logprobs:
+        for logprobs in outputs.logprobs:
             self._take_logprobs(logprobs)
-        arrived = self._take_tokens(news, crowd)
-        if news.draft_counts:
-            self._take_drafts(news, arrived.num_dropped_by_handle)
+        arrived = self._take_tokens(outputs, crowd)
+        if outputs.draft_counts:
+            self._take_drafts(outputs, arrived.num_dropped_by_handle)
         return arrived
 
-    def _take_admission(self, admission: Admission) -> None:
+    def _take_admission(self, admission: Admitted) -> None:
         completion = self._in_flight.get(admission.handle)
         if completion is None or completion.is_admitted:
             return
@@ -72,29 +72,31 @@ class Arrivals:
             if logprobs.prompt_tokens:
                 completion.prompt_logprobs = logprobs.prompt_tokens
 
-    def _take_drafts(self, news: StepNews, num_dropped_by_handle: Mapping[int, int]) -> None:
+    def _take_drafts(self, outputs: StepOutputs, num_dropped_by_handle: Mapping[int, int]) -> None:
         """Count what speculation brought.
 
         Dropped tokens were the last of their steps, so they are taken for accepted drafts. That is
-        exact for the news of one step; of merged news it may count too few, never too many.
+        exact for the tokens of one step; of merged steps it may count too few, never too many.
         """
-        for handle, (num_drafts, num_accepted) in zip(news.handles, news.draft_counts, strict=True):
+        for handle, (num_drafts, num_accepted) in zip(
+            outputs.handles, outputs.draft_counts, strict=True
+        ):
             if (completion := self._in_flight.get(handle)) is not None:
                 num_kept = max(0, num_accepted - num_dropped_by_handle.get(handle, 0))
                 completion.request.num_draft_tokens += num_drafts
                 completion.request.num_accepted_draft_tokens += num_kept
 
-    def _take_tokens(self, news: StepNews, crowd: int) -> Arrived:
-        in_flight, token_ids, begin = self._in_flight, news.token_ids, 0
+    def _take_tokens(self, outputs: StepOutputs, crowd: int) -> Arrived:
+        in_flight, token_ids, begin = self._in_flight, outputs.token_ids, 0
         arrived = Arrived()
-        for handle, count in zip(news.handles, news.num_new_tokens, strict=True):
+        for handle, count in zip(outputs.handles, outputs.num_new_tokens, strict=True):
             end = begin + count
             completion = in_flight.get(handle)
             if completion is not None:
                 new_token_ids, num_new, stop = token_ids[begin:end], count, None
                 if completion.text.has_stops:
                     new_token_ids, stop = _read(
-                        completion, new_token_ids, news.finish_by_handle.get(handle)
+                        completion, new_token_ids, outputs.finish_by_handle.get(handle)
                     )
                     num_new = len(new_token_ids)
                 completion.token_ids.extend(new_token_ids)
@@ -115,7 +117,7 @@ class Arrivals:
 
 
 def _read(
-    completion: Completion, token_ids: Sequence[int], finish: Finish | None
+    completion: ClientCompletion, token_ids: Sequence[int], finish: CompletionFinish | None
 ) -> tuple[Sequence[int], str | None]:
     """Look for stop strings in a completion's new tokens; finish: this is its last step.
 

@@ -15,21 +15,21 @@ from router import outcomes
 from router.arrivals import Arrivals
 from router.core.credit import WorkerReport
 from router.core.global_queue import GlobalQueue
-from router.core.pauses import Pauses, UnreadLimits, Verdict
-from router.core.placement import Need, Pool, WorkerKey
+from router.core.pauses import Pauses, PauseVerdict, UnreadLimits
+from router.core.placement import Need, WorkerKey, WorkerPool
 from router.core.policies.order import QueueEntry
 from router.core.service_rate import ServiceRate
 from router.core.suspects import Suspects
 from router.core.turns import turns
 from router.request import (
     CancelReason,
-    Completion,
-    Finish,
+    ClientCompletion,
+    ClientRequest,
+    CompletionFinish,
     FinishReason,
     Refusal,
-    Request,
     SchedulerLink,
-    StepNews,
+    StepOutputs,
 )
 from router.status_log import StatusLog
 
@@ -46,15 +46,15 @@ _CANCEL_REASON = {
 class Ended:
     """A completion has ended, and nothing of it is left in the dispatcher."""
 
-    completion: Completion
-    finish: Finish
+    completion: ClientCompletion
+    finish: CompletionFinish
 
 
 @dataclass(frozen=True, slots=True)
 class Failed:
     """A completion cannot be served; the router ends it, with the others of its request."""
 
-    completion: Completion
+    completion: ClientCompletion
     error: ServiceError
 
 
@@ -62,7 +62,7 @@ class Failed:
 class Paused:
     """A completion is paused, so there may be a pause to end in time (see `fail_overdue`)."""
 
-    completion: Completion
+    completion: ClientCompletion
 
 
 # Of several, those that have ended come before those that fail.
@@ -79,8 +79,8 @@ class Dispatcher:
 
     def __init__(
         self,
-        pool: Pool,
-        queue: GlobalQueue[Completion],
+        pool: WorkerPool,
+        queue: GlobalQueue[ClientCompletion],
         status: StatusLog,
         *,
         unread: UnreadLimits,
@@ -93,12 +93,12 @@ class Dispatcher:
         self._rate_by_model: dict[str, ServiceRate] = {}
         self._models_with_waiting: set[str] = set()
         self._unread = unread
-        self._pauses: Pauses[Completion] = Pauses(unread.max_pause_s)
-        self._suspects: Suspects[Completion] = Suspects()
+        self._pauses: Pauses[ClientCompletion] = Pauses(unread.max_pause_s)
+        self._suspects: Suspects[ClientCompletion] = Suspects()
         self._status = status
         self._clock = clock
         self._links: dict[str, SchedulerLink] = {}
-        self._in_flight: dict[int, Completion] = {}
+        self._in_flight: dict[int, ClientCompletion] = {}
         self._arrivals = Arrivals(self._in_flight, pool, clock, wall_clock)
         self._num_streams = 0  # completions that were dispatched and are not closed
         self._last_handle = 0
@@ -115,7 +115,7 @@ class Dispatcher:
     def num_paused(self) -> int:
         return len(self._pauses)
 
-    def enqueue(self, completion: Completion) -> None:
+    def enqueue(self, completion: ClientCompletion) -> None:
         """Let it wait; `pump` sends it."""
         request = completion.request
         completion.max_unread_tokens = self._unread.of(request.spec.num_logprobs)
@@ -133,7 +133,7 @@ class Dispatcher:
         )
         self._status.queued(completion)
 
-    def withdraw(self, completion: Completion, finish: Finish) -> None:
+    def withdraw(self, completion: ClientCompletion, finish: CompletionFinish) -> None:
         """End it from our side, wherever it is."""
         if self._in_flight.get(completion.handle) is not completion:
             self.queue.remove(completion.key)
@@ -145,11 +145,11 @@ class Dispatcher:
             self._remove_in_flight(completion)
         self._forget(completion)
 
-    def close(self, request: Request) -> None:
+    def close(self, request: ClientRequest) -> None:
         """Nothing of the request waits for its client any more."""
         self._num_streams -= sum(c.num_dispatches > 0 for c in request.completions)
 
-    def on_read(self, completion: Completion) -> Sequence[Outcome]:
+    def on_read(self, completion: ClientCompletion) -> Sequence[Outcome]:
         """More of a completion was sent to its client: if it is paused, it may go on."""
         if not completion.is_paused:
             return ()
@@ -205,15 +205,15 @@ class Dispatcher:
         ]
         return failed or self.dispatch()
 
-    def on_step(self, news: StepNews) -> Sequence[Outcome]:
+    def on_step(self, outputs: StepOutputs) -> Sequence[Outcome]:
         """Take one step's news; completions that the router ended are unknown and skipped."""
-        arrived = self._arrivals.take(news, self._unread.crowd(self._num_streams))
+        arrived = self._arrivals.take(outputs, self._unread.crowd(self._num_streams))
         was_trial = self._suspects.has_trial
         if was_trial:
-            self._note_progress(news)
+            self._note_progress(outputs)
         ended: list[Outcome] = []
         failed: list[Outcome] = []
-        for handle, finish in news.finish_by_handle.items():
+        for handle, finish in outputs.finish_by_handle.items():
             if (completion := self._in_flight.get(handle)) is not None:
                 completion.request.num_preemptions += finish.num_preemptions
                 self._remove_in_flight(completion)
@@ -232,11 +232,11 @@ class Dispatcher:
         if ended or failed:
             return [*ended, *failed]
         has_trial_passed = was_trial and not self._suspects.has_trial
-        return self.dispatch() if news.admissions or has_trial_passed else ()
+        return self.dispatch() if outputs.admissions or has_trial_passed else ()
 
-    def _note_progress(self, news: StepNews) -> None:
+    def _note_progress(self, outputs: StepOutputs) -> None:
         """Count the tokens of completions on trial."""
-        for handle, count in zip(news.handles, news.num_new_tokens, strict=True):
+        for handle, count in zip(outputs.handles, outputs.num_new_tokens, strict=True):
             if (completion := self._in_flight.get(handle)) is not None:
                 self._suspects.progressed(completion.key, count)
 
@@ -284,7 +284,7 @@ class Dispatcher:
         """How fast the model's line moves."""
         return self._rate_by_model.setdefault(model, ServiceRate())
 
-    def _need(self, completion: Completion, *, now: float) -> Need:
+    def _need(self, completion: ClientCompletion, *, now: float) -> Need:
         request = completion.request
         spec = request.spec
         urgency = self.queue.line(spec.model).urgency(spec.priority, now - request.timeline.arrived)
@@ -298,7 +298,7 @@ class Dispatcher:
             urgency or 0,
         )
 
-    def _send(self, completion: Completion, worker: WorkerKey, need: Need) -> None:
+    def _send(self, completion: ClientCompletion, worker: WorkerKey, need: Need) -> None:
         if not completion.num_dispatches:
             self._num_streams += 1
             # What is lost with a scheduler and computed again is not the tenant's to pay.
@@ -312,7 +312,7 @@ class Dispatcher:
         completion.link.submit(completion)
         self._status.dispatched(completion)
 
-    def _requeue(self, completion: Completion) -> None:
+    def _requeue(self, completion: ClientCompletion) -> None:
         """From in flight to waiting, under the next epoch, with the tokens generated so far."""
         self._remove_in_flight(completion)
         completion.epoch += 1
@@ -322,7 +322,7 @@ class Dispatcher:
         else:
             self._wait(completion)
 
-    def _wait(self, completion: Completion) -> None:
+    def _wait(self, completion: ClientCompletion) -> None:
         """Queue a completion again, or hold it back until it is tried."""
         if self._suspects.must_wait(completion.key):
             self._suspects.hold(completion.key, completion)
@@ -330,27 +330,27 @@ class Dispatcher:
         else:
             self.enqueue(completion)
 
-    def _remove_in_flight(self, completion: Completion) -> None:
+    def _remove_in_flight(self, completion: ClientCompletion) -> None:
         """Free the completion's handle and its credit, which a pause has freed already."""
         del self._in_flight[completion.handle]
         assert completion.sent is not None, "what is in flight was sent"
         if not completion.is_paused:
             self.pool.finished(completion.sent, was_admitted=completion.is_admitted)
 
-    def _restrain(self, completion: Completion) -> Sequence[Outcome]:
+    def _restrain(self, completion: ClientCompletion) -> Sequence[Outcome]:
         """Pause or fail a completion of which too much is unread, or let it go on."""
         limit, crowd = completion.max_unread_tokens, self._unread.crowd(self._num_streams)
         is_paused = completion.is_paused
         match self._unread.verdict(completion.num_unread, limit, is_paused=is_paused, crowd=crowd):
-            case Verdict.PAUSE:
+            case PauseVerdict.PAUSE:
                 self._pause(completion)
                 return [Paused(completion)]
-            case Verdict.GIVE_UP:
+            case PauseVerdict.GIVE_UP:
                 return [_too_slow(completion, f"more than {limit // crowd} tokens are unread")]
-            case Verdict.GO_ON:
+            case PauseVerdict.GO_ON:
                 return ()
 
-    def _pause(self, completion: Completion) -> None:
+    def _pause(self, completion: ClientCompletion) -> None:
         assert completion.link is not None, "what is in flight has a link"
         assert completion.sent is not None, "what is in flight was sent"
         completion.is_paused = True
@@ -359,11 +359,11 @@ class Dispatcher:
         self.pool.paused(completion.sent)
         completion.link.set_paused(completion.handle, is_paused=True)
 
-    def _end_pause(self, completion: Completion) -> None:
+    def _end_pause(self, completion: ClientCompletion) -> None:
         completion.request.paused_s += self._pauses.end(completion.key, self._clock())
         completion.is_paused = False
 
-    def _forget(self, completion: Completion) -> None:
+    def _forget(self, completion: ClientCompletion) -> None:
         """A completion that has ended is neither paused nor a suspect."""
         self._end_pause(completion)
         self._suspects.clear(completion.key)
@@ -376,9 +376,9 @@ class Dispatcher:
                 return self._last_handle
 
 
-def _stopped_by(stop: str) -> Finish:
-    return Finish(FinishReason.STOP, stop=stop)
+def _stopped_by(stop: str) -> CompletionFinish:
+    return CompletionFinish(FinishReason.STOP, stop=stop)
 
 
-def _too_slow(completion: Completion, why: str) -> Failed:
+def _too_slow(completion: ClientCompletion, why: str) -> Failed:
     return Failed(completion, outcomes.too_slow(completion.request.spec, why))

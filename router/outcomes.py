@@ -10,7 +10,7 @@ from headrace.service.errors import (
     unavailable,
 )
 from router.core.admission import Reason, Reject
-from router.request import Completion, Refusal, Spec
+from router.request import ClientCompletion, Refusal, Spec
 
 
 def rejected(reject: Reject, prompt_field: str = "text") -> ServiceError:
@@ -55,7 +55,7 @@ def failed(message: str) -> ServiceError:
     return internal("GENERATION_FAILED", message or "the generation failed in its worker")
 
 
-def schedulers_lost(completion: Completion) -> ServiceError:
+def schedulers_lost(completion: ClientCompletion) -> ServiceError:
     """Every scheduler that had the completion was lost; it is probably why."""
     return internal(
         "SCHEDULERS_LOST",

@@ -47,7 +47,7 @@ class CancelReason(IntEnum):
 
 
 @dataclass(frozen=True, slots=True)
-class Finish:
+class CompletionFinish:
     """How a completion ended; message is for a person, num_preemptions the scheduler's count."""
 
     reason: FinishReason
@@ -91,7 +91,7 @@ class Spec:
     is_calls_deadline: bool = False
     traceparent: str = ""
 
-    def hides_last_token(self, finish: Finish) -> bool:
+    def hides_last_token(self, finish: CompletionFinish) -> bool:
         """Whether the text leaves out the last token, because it is what stopped a completion."""
         if finish.reason is not FinishReason.STOP or finish.stop is not None:
             return False
@@ -100,7 +100,7 @@ class Spec:
         return not self.include_stop_str_in_output
 
 
-class Completion:
+class ClientCompletion:
     """One of a request's n generations.
 
     key is for life; handle is new with each dispatch, so that news of an older one is no news.
@@ -113,7 +113,9 @@ class Completion:
         "token_ids",
     )  # fmt: skip
 
-    def __init__(self, request: "Request", index: int, key: int, text: CompletionText) -> None:
+    def __init__(
+        self, request: "ClientRequest", index: int, key: int, text: CompletionText
+    ) -> None:
         spec = request.spec
         self.request = request
         self.index = index
@@ -135,9 +137,9 @@ class Completion:
         self.has_echoed = False
         self.logprobs: list[bytes] = []  # encoded, one for each token not yet taken by the stream
         self.prompt_logprobs: Sequence[bytes] = ()
-        self.finish: Finish | None = None
+        self.finish: CompletionFinish | None = None
 
-    def end(self, finish: Finish) -> None:
+    def end(self, finish: CompletionFinish) -> None:
         """Set how the completion ended, as its text has it.
 
         A stop string may be the token that ended the completion, or be completed by the end of
@@ -151,7 +153,7 @@ class Completion:
                 suffix = stop
         # Without stop strings the stream reads the tokens, and closes the text, when it sends it.
         if self.text.has_stops and (found := self.text.close(suffix)) is not None:
-            finish = Finish(FinishReason.STOP, stop=found)
+            finish = CompletionFinish(FinishReason.STOP, stop=found)
         self.finish = finish
 
     @property
@@ -191,7 +193,7 @@ class Timeline:
 
 
 @dataclass(slots=True, eq=False)
-class Request:
+class ClientRequest:
     """A live request; error is set when it failed as a whole. Deadline is monotonic."""
 
     spec: Spec
@@ -206,7 +208,7 @@ class Request:
     cache_salt: str = ""  # of its prefixes; see prefix_index.shared_salt
     prefix: Prefix = ()
     deadline: float | None = None
-    completions: list[Completion] = field(default_factory=list)
+    completions: list[ClientCompletion] = field(default_factory=list)
     error: ServiceError | None = None
     num_preemptions: int = 0
     num_draft_tokens: int = 0
@@ -252,7 +254,7 @@ class Request:
 
 
 @dataclass(frozen=True, slots=True)
-class Admission:
+class Admitted:
     """A scheduler gave a completion KV blocks for the first time."""
 
     handle: int
@@ -273,7 +275,7 @@ class Logprobs:
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class StepNews:
+class StepOutputs:
     """What one step brought for this router: columns over the completions that got tokens."""
 
     handles: Sequence[int]  # [num_completions]
@@ -281,8 +283,8 @@ class StepNews:
     token_ids: Sequence[int]  # [sum(num_new_tokens)]
     # [num_completions] drafts verified and accepted, or [0] when there were none.
     draft_counts: Sequence[tuple[int, int]] = ()
-    finish_by_handle: Mapping[int, Finish] = field(default_factory=dict)
-    admissions: Sequence[Admission] = ()
+    finish_by_handle: Mapping[int, CompletionFinish] = field(default_factory=dict)
+    admissions: Sequence[Admitted] = ()
     logprobs: Sequence[Logprobs] = ()
 
 
@@ -303,11 +305,11 @@ class SchedulerLink(Protocol):
         """Its address; stable."""
         ...
 
-    def submit(self, completion: Completion) -> None:
+    def submit(self, completion: ClientCompletion) -> None:
         """Send a completion to its worker, under its handle and epoch."""
         ...
 
-    def cancel(self, completion: Completion, reason: CancelReason) -> None:
+    def cancel(self, completion: ClientCompletion, reason: CancelReason) -> None:
         """End a completion that was submitted, under its handle."""
         ...
 

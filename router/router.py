@@ -17,20 +17,20 @@ from headrace.service.errors import ServiceError, aborted
 from router import outcomes
 from router.core.credit import WorkerReport
 from router.core.global_queue import GlobalQueue
-from router.core.placement import Pool
+from router.core.placement import WorkerPool
 from router.core.prefix_index import prefix_of, shared_salt
 from router.dispatcher import Dispatcher, Ended, Failed, Outcome, Paused
 from router.gate import Gate
 from router.request import (
-    Completion,
-    Finish,
+    ClientCompletion,
+    ClientRequest,
+    CompletionFinish,
     FinishReason,
     Int32Array,
     Refusal,
-    Request,
     SchedulerLink,
     Spec,
-    StepNews,
+    StepOutputs,
     Timeline,
 )
 from router.rules import Rules
@@ -51,7 +51,7 @@ class Reservation:
     tenant: str
     arrived: float
     arrived_unix_s: float
-    request: Request | None = None
+    request: ClientRequest | None = None
     is_aborted: bool = False
 
 
@@ -60,7 +60,7 @@ class Router:
 
     def __init__(
         self,
-        pool: Pool,
+        pool: WorkerPool,
         rules: Rules,
         status: StatusLog,
         *,
@@ -86,8 +86,8 @@ class Router:
         self._clock = clock
         self._wall_clock = wall_clock
         self._reservations: dict[str, Reservation] = {}
-        self._requests: dict[int, Request] = {}
-        self._deadlines: LazyHeap[int, Request] = LazyHeap()
+        self._requests: dict[int, ClientRequest] = {}
+        self._deadlines: LazyHeap[int, ClientRequest] = LazyHeap()
         self._waker = Waker()
         self._owner_by_ended_id: OrderedDict[str, str] = OrderedDict()
         self._last_key = 0
@@ -96,7 +96,7 @@ class Router:
         self._deadline_added = asyncio.Event()
 
     @property
-    def pool(self) -> Pool:
+    def pool(self) -> WorkerPool:
         return self._dispatcher.pool
 
     @property
@@ -174,7 +174,7 @@ class Router:
         prompt_token_ids: Int32Array,
         prompt_text: str,
         tokenizer: TextTokenizer,
-    ) -> Request:
+    ) -> ClientRequest:
         """Let a request in, or raise the ServiceError that says why not.
 
         prompt_text is what an echo shows. The deadline in spec is on the wall clock.
@@ -184,7 +184,7 @@ class Router:
         deadline = self._deadline(spec)
         max_tokens = self._gate.check(spec, len(prompt_token_ids), deadline, is_read=True)
         cache_salt = shared_salt(spec.tenant, spec.cache_salt, across_tenants=self._shares_prefixes)
-        request = Request(
+        request = ClientRequest(
             spec=spec,
             prompt_token_ids=prompt_token_ids,
             prompt_text=prompt_text,
@@ -202,7 +202,7 @@ class Router:
         automaton = StopStrings(spec.stop) if spec.stop else None
         for index in range(spec.n):
             text = _completion_text(request, tokenizer, automaton)
-            request.completions.append(Completion(request, index, self._next_key(), text))
+            request.completions.append(ClientCompletion(request, index, self._next_key(), text))
         self._gate.spend(spec.tenant, spec.n * len(prompt_token_ids))
         self._gate.stop_reading(spec.tenant)
         self.num_accepted += 1
@@ -226,7 +226,7 @@ class Router:
             return True
         if reservation.request.is_finished:
             return False
-        self._end_all(reservation.request, Finish(FinishReason.ABORTED))
+        self._end_all(reservation.request, CompletionFinish(FinishReason.ABORTED))
         self._dispatch()
         return True
 
@@ -249,7 +249,7 @@ class Router:
         now = self._clock()
         due = self._deadlines.pop_through(now)
         for request in due:
-            self._end_all(request, Finish(FinishReason.DEADLINE))
+            self._end_all(request, CompletionFinish(FinishReason.DEADLINE))
         if due:
             self._dispatch()
         self._apply(self._dispatcher.fail_overdue())
@@ -280,15 +280,15 @@ class Router:
         """A scheduler reported its workers."""
         self._apply(self._dispatcher.on_report(scheduler, reports, is_draining=is_draining))
 
-    def on_step(self, news: StepNews) -> None:
+    def on_step(self, outputs: StepOutputs) -> None:
         """A scheduler told what a step brought."""
-        self._apply(self._dispatcher.on_step(news))
+        self._apply(self._dispatcher.on_step(outputs))
 
     def on_refusal(self, refusal: Refusal) -> None:
         """A scheduler did not take a completion."""
         self._apply(self._dispatcher.on_refusal(refusal))
 
-    def on_read(self, completion: Completion) -> None:
+    def on_read(self, completion: ClientCompletion) -> None:
         """More of a completion was sent to its client."""
         self._apply(self._dispatcher.on_read(completion))
 
@@ -321,16 +321,16 @@ class Router:
                         assert_never(outcome)
             found = self._dispatcher.dispatch()
 
-    def _end(self, completion: Completion, finish: Finish) -> None:
+    def _end(self, completion: ClientCompletion, finish: CompletionFinish) -> None:
         self._dispatcher.withdraw(completion, finish)
         self._finish(completion, finish)
 
-    def _end_all(self, request: Request, finish: Finish) -> None:
+    def _end_all(self, request: ClientRequest, finish: CompletionFinish) -> None:
         for completion in request.completions:
             if completion.finish is None:
                 self._end(completion, finish)
 
-    def _finish(self, completion: Completion, finish: Finish) -> None:
+    def _finish(self, completion: ClientCompletion, finish: CompletionFinish) -> None:
         request = completion.request
         completion.end(finish)
         if request.is_finished:
@@ -338,17 +338,17 @@ class Router:
             self._deadlines.remove(request.number)
         request.wake()
 
-    def _fail(self, request: Request, error: ServiceError) -> None:
+    def _fail(self, request: ClientRequest, error: ServiceError) -> None:
         """One completion's failure is its request's: n are served all or none."""
         request.error = request.error or error
-        self._end_all(request, Finish(FinishReason.ERROR, message=error.message))
+        self._end_all(request, CompletionFinish(FinishReason.ERROR, message=error.message))
 
-    def _close(self, request: Request) -> None:
+    def _close(self, request: ClientRequest) -> None:
         """Its caller is answered, or gone."""
         if not request.is_finished:
             is_late = request.deadline is not None and request.deadline <= self._clock()
             reason = FinishReason.DEADLINE if is_late else FinishReason.ABORTED
-            self._end_all(request, Finish(reason))
+            self._end_all(request, CompletionFinish(reason))
             self._dispatch()
         self._deadlines.remove(request.number)
         self._dispatcher.close(request)
@@ -364,21 +364,21 @@ class Router:
         return self._last_key
 
 
-def _ending(request: Request) -> FinishReason:
+def _ending(request: ClientRequest) -> FinishReason:
     """How a finished request counts: as failed, or as its first completion ended."""
     finish = request.completions[0].finish
     assert finish is not None, "a request is closed when it has ended"
     return FinishReason.ERROR if request.error is not None else finish.reason
 
 
-def _scheduler_of(request: Request | None) -> str:
+def _scheduler_of(request: ClientRequest | None) -> str:
     """The scheduler that last had a completion of it; "" if none did."""
     links = [c.link for c in request.completions if c.link is not None] if request else []
     return links[0].name if links else ""
 
 
 def _completion_text(
-    request: Request, tokenizer: TextTokenizer, automaton: StopStrings | None
+    request: ClientRequest, tokenizer: TextTokenizer, automaton: StopStrings | None
 ) -> CompletionText:
     spec = request.spec
     scanner = None

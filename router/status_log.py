@@ -9,7 +9,7 @@ from collections.abc import Callable
 from headrace.status.records import Update
 from headrace.status.states import State
 from headrace.status.store import StatusStore
-from router.request import Completion, Finish, FinishReason, Spec
+from router.request import ClientCompletion, CompletionFinish, FinishReason, Spec
 
 _STATE_BY_REASON = {
     FinishReason.DEADLINE: State.EXPIRED,
@@ -33,7 +33,7 @@ class StatusLog:
         """Whether what was written lately has reached a store."""
         return self._store.is_durable
 
-    def queued(self, completion: Completion) -> None:
+    def queued(self, completion: ClientCompletion) -> None:
         """It waits here, for the first time or again."""
         request = completion.request
         self._record(
@@ -46,11 +46,11 @@ class StatusLog:
             completion_tokens=len(completion.token_ids),
         )
 
-    def dispatched(self, completion: Completion) -> None:
+    def dispatched(self, completion: ClientCompletion) -> None:
         """It was sent to a scheduler."""
         self._record(completion, State.DISPATCHED, worker_id=completion.worker_id)
 
-    def ended_waiting(self, completion: Completion, finish: Finish) -> None:
+    def ended_waiting(self, completion: ClientCompletion, finish: CompletionFinish) -> None:
         """It ended while it waited here."""
         state = _STATE_BY_REASON.get(finish.reason, State.ABORTED)
         self._record(completion, state, detail=finish.message or f"{finish.reason.name} in queue")
@@ -72,7 +72,7 @@ class StatusLog:
             )
         )
 
-    def _record(self, completion: Completion, state: State, **values: object) -> None:
+    def _record(self, completion: ClientCompletion, state: State, **values: object) -> None:
         self._store.record(
             Update(
                 request_id=completion.request_id,

@@ -10,7 +10,7 @@ from collections.abc import AsyncGenerator, Sequence
 from dataclasses import dataclass
 
 from router import outcomes
-from router.request import Completion, Finish, FinishReason, Request
+from router.request import ClientCompletion, ClientRequest, CompletionFinish, FinishReason
 from router.router import Router
 
 # Tokens of one message, over all completions: gRPC clients take 4 MiB unless told otherwise.
@@ -19,20 +19,20 @@ _MAX_TOKENS_WITH_LOGPROBS = 4_096
 
 
 @dataclass(frozen=True, slots=True)
-class Delta:
+class CompletionDelta:
     """News of one completion; logprobs are encoded, one for each token or none at all."""
 
     index: int
     text: str
     token_ids: Sequence[int]
     first_token_position: int
-    finish: Finish | None
+    finish: CompletionFinish | None
     logprobs: Sequence[bytes]
     text_offsets: Sequence[int]
 
 
 @dataclass(frozen=True, slots=True)
-class Usage:
+class UsageCounts:
     """Counts of a finished request."""
 
     prompt_tokens: int
@@ -46,13 +46,13 @@ class Usage:
 class Reply:
     """One message to the client; usage is in the last."""
 
-    deltas: Sequence[Delta]
-    usage: Usage | None
+    deltas: Sequence[CompletionDelta]
+    usage: UsageCounts | None
     prompt_logprobs: Sequence[bytes]
 
 
 @dataclass(frozen=True, slots=True)
-class Figures:
+class RequestCost:
     """What a request cost, for its trailing metadata; seconds."""
 
     queue_s: float
@@ -64,7 +64,7 @@ class Figures:
     is_durable: bool
 
 
-async def replies(request: Request, router: Router) -> AsyncGenerator[Reply]:
+async def replies(request: ClientRequest, router: Router) -> AsyncGenerator[Reply]:
     """Every message of a request, the last with usage; raises what it failed with."""
     open_completions = list(request.completions)
     echo = request.prompt_text if request.spec.echo else ""
@@ -92,13 +92,13 @@ async def replies(request: Request, router: Router) -> AsyncGenerator[Reply]:
         raise outcomes.late(request.spec)
 
 
-def figures(request: Request, router: Router) -> Figures:
+def cost_of(request: ClientRequest, router: Router) -> RequestCost:
     """Where a request's time went; what it did not reach took 0 s."""
     timeline = request.timeline
     ended = timeline.ended or router.now()
     admitted = timeline.admitted or ended
     first_token = timeline.first_token or ended
-    return Figures(
+    return RequestCost(
         queue_s=max(0.0, admitted - timeline.arrived),
         prefill_s=max(0.0, first_token - admitted),
         decode_s=max(0.0, ended - first_token),
@@ -109,7 +109,7 @@ def figures(request: Request, router: Router) -> Figures:
     )
 
 
-def _take(completion: Completion, router: Router, echo: str) -> Delta | None:
+def _take(completion: ClientCompletion, router: Router, echo: str) -> CompletionDelta | None:
     """What came of a completion since the last time; None if nothing did."""
     begin, finish = completion.num_streamed, completion.finish
     spec = completion.request.spec
@@ -135,10 +135,10 @@ def _take(completion: Completion, router: Router, echo: str) -> Delta | None:
         completion.has_echoed = True
         text_offsets = [offset + len(echo) for offset in text_offsets]
     token_ids = completion.token_ids[begin:end]
-    return Delta(completion.index, text, token_ids, begin, finish, logprobs, text_offsets)
+    return CompletionDelta(completion.index, text, token_ids, begin, finish, logprobs, text_offsets)
 
 
-def _read(completion: Completion, begin: int, end: int) -> None:
+def _read(completion: ClientCompletion, begin: int, end: int) -> None:
     """Turn tokens to text, which nobody has done yet where there are no stop strings."""
     finish = completion.finish
     token_ids = completion.token_ids[begin:end]
@@ -152,7 +152,7 @@ def _read(completion: Completion, begin: int, end: int) -> None:
     completion.text.close()
 
 
-def _raise_if_nothing_came(request: Request) -> None:
+def _raise_if_nothing_came(request: ClientRequest) -> None:
     """A request that failed or was late before it gave a token has an error and no output."""
     if request.error is not None:
         raise request.error
@@ -160,15 +160,15 @@ def _raise_if_nothing_came(request: Request) -> None:
         raise outcomes.late(request.spec)
 
 
-def _is_late(request: Request) -> bool:
+def _is_late(request: ClientRequest) -> bool:
     return all(
         completion.finish is not None and completion.finish.reason is FinishReason.DEADLINE
         for completion in request.completions
     )
 
 
-def _usage(request: Request) -> Usage:
-    return Usage(
+def _usage(request: ClientRequest) -> UsageCounts:
+    return UsageCounts(
         len(request.prompt_token_ids),
         request.num_completion_tokens,
         _cached_tokens(request),
@@ -177,5 +177,5 @@ def _usage(request: Request) -> Usage:
     )
 
 
-def _cached_tokens(request: Request) -> int:
+def _cached_tokens(request: ClientRequest) -> int:
     return max(completion.num_cached_tokens for completion in request.completions)

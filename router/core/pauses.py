@@ -27,7 +27,7 @@ _ALTERNATIVE_BYTES = 9
 _MAX_TOKENS_ON_THEIR_WAY = 1024
 
 
-class Verdict(Enum):
+class PauseVerdict(Enum):
     """What becomes of something, much of which is unread."""
 
     GO_ON = "GO_ON"
@@ -61,16 +61,18 @@ class UnreadLimits:
         token_bytes = _TOKEN_BYTES + _LOGPROB_BYTES + _ALTERNATIVE_BYTES * num_logprobs
         return max(1, self.max_unread_tokens * _TOKEN_BYTES // token_bytes)
 
-    def verdict(self, num_unread: int, limit: int, *, is_paused: bool, crowd: int = 1) -> Verdict:
+    def verdict(
+        self, num_unread: int, limit: int, *, is_paused: bool, crowd: int = 1
+    ) -> PauseVerdict:
         """What to do now that so many tokens are unread."""
         if num_unread <= limit // crowd:
-            return Verdict.GO_ON
+            return PauseVerdict.GO_ON
         if self.slow_client == "cut":
-            return Verdict.GIVE_UP
+            return PauseVerdict.GIVE_UP
         if not is_paused:
-            return Verdict.PAUSE
+            return PauseVerdict.PAUSE
         is_heeded = num_unread <= 2 * limit + _MAX_TOKENS_ON_THEIR_WAY
-        return Verdict.GO_ON if is_heeded else Verdict.GIVE_UP
+        return PauseVerdict.GO_ON if is_heeded else PauseVerdict.GIVE_UP
 
     @staticmethod
     def may_go_on(num_unread: int, limit: int, crowd: int = 1) -> bool:

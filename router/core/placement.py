@@ -82,7 +82,7 @@ class _Scheduler:
     workers: dict[str, _Worker] = field(default_factory=dict)
 
 
-class Pool:
+class WorkerPool:
     """Every worker known, by scheduler; the caller is its only writer."""
 
     def __init__(self, *, waiting_allowance: int = 8, max_report_age_s: float = 5.0) -> None:

@@ -12,7 +12,7 @@ from collections.abc import Callable, Iterator
 from typing import TypeVar
 
 from router.core.line import Line
-from router.core.placement import Need, Pool, WorkerKey
+from router.core.placement import Need, WorkerKey, WorkerPool
 
 MAX_PASSED_OVER = 32
 
@@ -20,7 +20,7 @@ T = TypeVar("T")
 
 
 def turns(
-    line: Line[T], pool: Pool, need_of: Callable[[T], Need], now: float
+    line: Line[T], pool: WorkerPool, need_of: Callable[[T], Need], now: float
 ) -> Iterator[tuple[T, Need, WorkerKey | None]]:
     """Each that goes, what it needs and its worker; None: no ready worker could ever hold it.
 

@@ -19,13 +19,13 @@ from headrace.service.requests import release_request
 from headrace.status.store import StatusStore
 from headrace.v1 import common_pb2, inference_pb2, inference_pb2_grpc
 from router.prompts import PromptReader
-from router.request import Request
+from router.request import ClientRequest
 from router.router import Reservation, Router
 from router.rpc import spans, wire
 from router.rpc.model_defaults import ModelDefaults
 from router.rpc.scheduler_client import SchedulerClient
 from router.rpc.status_reply import read_status
-from router.stream import figures, replies
+from router.stream import cost_of, replies
 from router.text.tokenizer import ModelText
 
 FULL_NAME = "headrace.v1.Inference"
@@ -46,7 +46,7 @@ class Services:
     max_prompt_bytes: int
 
 
-class InferenceServicer:
+class InferenceService:
     """headrace.v1.Inference. gRPC gives each method its request and the call's context."""
 
     def __init__(self, services: Services) -> None:
@@ -82,7 +82,7 @@ class InferenceServicer:
         reservation: Reservation,
         model_name: str,
         context: Any,
-    ) -> Request:
+    ) -> ClientRequest:
         """Check a request, read its prompt, and let it in."""
         services = self._services
         tokenizer = services.models[model_name].tokenizer
@@ -111,7 +111,7 @@ class InferenceServicer:
             wire.add_bad_token_ids(spec, await services.prompts.bad_words(model_name, words))
         return self._router.submit(reservation, spec, token_ids, text, tokenizer)
 
-    async def _answer(self, live: Request, context: Any) -> None:
+    async def _answer(self, live: ClientRequest, context: Any) -> None:
         request_id = live.spec.request_id
         stream = replies(live, self._router)
         try:
@@ -232,9 +232,9 @@ def _call_deadline(context: Any) -> float | None:
     return None if remaining_s is None else time.time() + float(remaining_s)
 
 
-def _trailing_metadata(live: Request, router: Router) -> tuple[tuple[str, str], ...]:
+def _trailing_metadata(live: ClientRequest, router: Router) -> tuple[tuple[str, str], ...]:
     """Where the time went; seconds."""
-    cost = figures(live, router)
+    cost = cost_of(live, router)
     return (
         ("x-headrace-queue-s", f"{cost.queue_s:.6f}"),
         ("x-headrace-prefill-s", f"{cost.prefill_s:.6f}"),

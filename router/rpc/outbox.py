@@ -22,7 +22,7 @@ class _Draft:
     ended_ids: set[str] = field(default_factory=set)
 
 
-class Outbox:
+class SchedulerOutbox:
     """Messages that wait to be written, the next first."""
 
     def __init__(self) -> None:

@@ -15,10 +15,10 @@ import grpc.aio
 
 from headrace.service.errors import ServiceError, from_rpc_error
 from headrace.v1 import common_pb2, inference_pb2, scheduler_pb2, scheduler_pb2_grpc
-from router.request import CancelReason, Completion
+from router.request import CancelReason, ClientCompletion
 from router.router import Router
 from router.rpc import scheduler_wire
-from router.rpc.outbox import Outbox
+from router.rpc.outbox import SchedulerOutbox
 
 logger = logging.getLogger(__name__)
 
@@ -41,7 +41,7 @@ class SchedulerClient:
         self._stub: Any = scheduler_pb2_grpc.SchedulerStub(channel)
         self._router = router
         self._router_id = router_id
-        self._outbox = Outbox()
+        self._outbox = SchedulerOutbox()
         self._has_mail = asyncio.Event()
         self._is_up = False
         self.workers: list[common_pb2.Worker] = []
@@ -51,12 +51,12 @@ class SchedulerClient:
         """Its address."""
         return self._name
 
-    def submit(self, completion: Completion) -> None:
+    def submit(self, completion: ClientCompletion) -> None:
         """Send a completion to its worker."""
         self._outbox.submit(scheduler_wire.to_submission(completion))
         self._has_mail.set()
 
-    def cancel(self, completion: Completion, reason: CancelReason) -> None:
+    def cancel(self, completion: ClientCompletion, reason: CancelReason) -> None:
         """End a completion that was submitted, under its handle."""
         cancellation = scheduler_wire.to_cancellation(completion.handle, reason)
         self._outbox.cancel(completion.request_id, cancellation)
@@ -138,7 +138,7 @@ class SchedulerClient:
     async def _read(self, call: Any) -> None:
         async for message in call:
             if message.HasField("step_update"):
-                self._router.on_step(scheduler_wire.to_news(message.step_update))
+                self._router.on_step(scheduler_wire.to_step_outputs(message.step_update))
             for refusal in message.refusals:
                 self._router.on_refusal(scheduler_wire.to_refusal(refusal))
         raise _StreamEndedError

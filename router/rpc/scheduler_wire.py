@@ -8,14 +8,14 @@ from headrace.service.errors import invalid
 from headrace.v1 import common_pb2, scheduler_pb2
 from router.core.credit import Role, WorkerReport, WorkerState
 from router.request import (
-    Admission,
+    Admitted,
     CancelReason,
-    Completion,
-    Finish,
+    ClientCompletion,
+    CompletionFinish,
     FinishReason,
     Logprobs,
     Refusal,
-    StepNews,
+    StepOutputs,
 )
 
 _WORKER_STATE = {
@@ -47,7 +47,7 @@ _FINISH_REASON = {
 }
 
 
-def to_submission(completion: Completion) -> scheduler_pb2.Submission:
+def to_submission(completion: ClientCompletion) -> scheduler_pb2.Submission:
     """A completion, with the tokens it has already; its text and stop strings stay here."""
     request = completion.request
     spec = request.spec
@@ -92,7 +92,7 @@ def to_pause(handle: int, *, is_paused: bool) -> scheduler_pb2.Pause:
     return scheduler_pb2.Pause(handle=handle, paused=is_paused)
 
 
-def to_news(update: scheduler_pb2.StepUpdate) -> StepNews:
+def to_step_outputs(update: scheduler_pb2.StepUpdate) -> StepOutputs:
     """One step's columns; ServiceError names a column that is not one."""
     handles = unpack_uint32(update.handles, "step_update.handles").tolist()
     num_new_tokens = unpack_int32(update.num_new_tokens, "step_update.num_new_tokens").tolist()
@@ -105,14 +105,14 @@ def to_news(update: scheduler_pb2.StepUpdate) -> StepNews:
     draft_counts = unpack_int32(update.draft_counts, "step_update.draft_counts").tolist()
     if len(draft_counts) not in {0, 2 * len(handles)}:
         raise invalid("step_update.draft_counts", f"must have {2 * len(handles)} entries, or none")
-    return StepNews(
+    return StepOutputs(
         handles=handles,
         num_new_tokens=num_new_tokens,
         token_ids=token_ids,
         draft_counts=list(zip(draft_counts[::2], draft_counts[1::2], strict=True)),
         finish_by_handle={f.handle: _finish(f) for f in update.finished},
         admissions=[
-            Admission(a.handle, a.num_cached_tokens, a.time_unix_s) for a in update.admitted
+            Admitted(a.handle, a.num_cached_tokens, a.time_unix_s) for a in update.admitted
         ],
         logprobs=[
             Logprobs(entry.handle, _encoded(entry.tokens), _encoded(entry.prompt_tokens))
@@ -125,8 +125,8 @@ def _encoded(logprobs: Iterable[common_pb2.TokenLogprobs]) -> list[bytes]:
     return [entry.SerializeToString() for entry in logprobs]
 
 
-def _finish(finished: scheduler_pb2.Finished) -> Finish:
-    return Finish(
+def _finish(finished: scheduler_pb2.Finished) -> CompletionFinish:
+    return CompletionFinish(
         _FINISH_REASON.get(finished.reason, FinishReason.ERROR),
         stop_token_id=finished.stop_token_id if finished.HasField("stop_token_id") else None,
         message=finished.message,

@@ -10,7 +10,7 @@ from opentelemetry.trace import Span, SpanKind
 
 from headrace.service import telemetry
 from headrace.v1 import inference_pb2
-from router.request import Request
+from router.request import ClientRequest
 
 _PROVIDER = "headrace"
 
@@ -39,7 +39,7 @@ def generation(
     return telemetry.start_span(f"{operation} {model}", parent, attributes, kind=SpanKind.SERVER)
 
 
-def note_outcome(span: Span, live: Request) -> None:
+def note_outcome(span: Span, live: ClientRequest) -> None:
     """What it gave, however it ended."""
     if not span.is_recording():
         return

@@ -18,7 +18,7 @@ from headrace.service.sampling import check_values, refuse
 from headrace.v1 import common_pb2, inference_pb2
 from router.prompts import ChatPrompt, Prompt, TextPrompt, TokenPrompt
 from router.request import FinishReason, Int32Array, Spec
-from router.stream import Delta, Reply
+from router.stream import CompletionDelta, Reply
 from router.text.tokenizer import TextTokenizer
 
 _REQUEST_ID = re.compile(r"[A-Za-z0-9._:-]{1,128}")
@@ -290,7 +290,7 @@ def to_response(request_id: str, reply: Reply) -> inference_pb2.GenerateResponse
     return response
 
 
-def _fill(output: inference_pb2.OutputDelta, delta: Delta) -> None:
+def _fill(output: inference_pb2.OutputDelta, delta: CompletionDelta) -> None:
     output.index = delta.index
     output.text = delta.text
     output.token_ids.extend(delta.token_ids)

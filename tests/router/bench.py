@@ -8,8 +8,8 @@ from headrace.service.errors import ServiceError
 from headrace.status.states import Writer
 from headrace.status.store import StatusStore
 from router.core.credit import WorkerReport, WorkerState
-from router.core.placement import Pool
-from router.request import Admission, Finish, FinishReason, Spec, StepNews
+from router.core.placement import WorkerPool
+from router.request import Admitted, CompletionFinish, FinishReason, Spec, StepOutputs
 from router.router import Router
 from router.rules import Rules
 from router.status_log import StatusLog
@@ -49,7 +49,7 @@ class Bench:
         self.time = 1000.0
         store = StatusStore("", Writer.ROUTER)
         self.router = Router(
-            Pool(waiting_allowance=waiting_allowance, max_report_age_s=1e9),
+            WorkerPool(waiting_allowance=waiting_allowance, max_report_age_s=1e9),
             Rules(**rules),
             StatusLog(store, "r", wall_clock=lambda: self.time),
             clock=lambda: self.time,
@@ -82,12 +82,12 @@ class Bench:
         """The requests with these handles, or all that the link has, get tokens."""
         handles = list(self.links[link].sent) if handles is None else handles
         self.router.on_step(
-            StepNews(
+            StepOutputs(
                 handles=handles,
                 num_new_tokens=[num_tokens] * len(handles),
                 token_ids=array("i", [65] * (num_tokens * len(handles))),
-                admissions=[Admission(handle, 0, self.time) for handle in handles],
-                finish_by_handle=dict.fromkeys(ends, Finish(FinishReason.LENGTH)),
+                admissions=[Admitted(handle, 0, self.time) for handle in handles],
+                finish_by_handle=dict.fromkeys(ends, CompletionFinish(FinishReason.LENGTH)),
             )
         )
         for handle in ends:

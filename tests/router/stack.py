@@ -17,7 +17,7 @@ from router.__main__ import build_router
 from router.config import RouterConfig, StreamsConfig, TenantConfig, TenantsConfig, rules_of
 from router.prompts import PromptReader
 from router.router import Router
-from router.rpc.inference import FULL_NAME, InferenceServicer, Services
+from router.rpc.inference import FULL_NAME, InferenceService, Services
 from router.rpc.model_defaults import ModelDefaults
 from router.rpc.scheduler_client import SchedulerClient
 from tests.router.fake_scheduler import MODEL, FakeScheduler
@@ -111,7 +111,7 @@ async def running_stack(
             max_prompt_bytes=config.max_prompt_bytes,
         )
         server = GrpcServer(ServingConfig(), [FULL_NAME])
-        InferenceServicer(services).add_to(server.server)
+        InferenceService(services).add_to(server.server)
         address = await server.start()
         stack.push_async_callback(server.stop, 0)
         tasks = [

@@ -9,7 +9,7 @@ import pytest
 
 from headrace.service.errors import ServiceError
 from router.core.admission import Limits, TenantLimits
-from router.request import Finish, FinishReason, Spec, StepNews
+from router.request import CompletionFinish, FinishReason, Spec, StepOutputs
 from tests.router.bench import TOKENIZER, Bench, report
 
 
@@ -34,11 +34,11 @@ def test_an_id_reused_at_once_is_not_touched_by_news_of_the_one_before():
     leave()
     leave, request = bench.enter("same")
     bench.router.on_step(
-        StepNews(
+        StepOutputs(
             handles=[old],
             num_new_tokens=[1],
             token_ids=array("i", [65]),
-            finish_by_handle={old: Finish(FinishReason.ABORTED)},
+            finish_by_handle={old: CompletionFinish(FinishReason.ABORTED)},
         )
     )
     assert not request.is_finished

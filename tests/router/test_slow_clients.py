@@ -10,7 +10,7 @@ from headrace.v1 import scheduler_pb2
 from router.core.admission import Limits
 from router.core.pauses import UnreadLimits
 from router.request import FinishReason, Refusal
-from router.rpc.scheduler_wire import to_news
+from router.rpc.scheduler_wire import to_step_outputs
 from tests.router.bench import Bench, report
 
 LIMITS = UnreadLimits(max_unread_tokens=10, max_pause_s=60.0)
@@ -95,7 +95,7 @@ def step_with_logprobs(handles, num_alternatives):
             top_token_ids=range(2**31 - num_alternatives, 2**31),
             top_logprobs=[-2.5] * num_alternatives,
         )
-    return to_news(scheduler_pb2.StepUpdate.FromString(update.SerializeToString()))
+    return to_step_outputs(scheduler_pb2.StepUpdate.FromString(update.SerializeToString()))
 
 
 @pytest.mark.parametrize("num_logprobs", [0, 20])

@@ -4,7 +4,7 @@ from array import array
 
 import pytest
 
-from router.request import CancelReason, Finish, FinishReason, Logprobs, StepNews
+from router.request import CancelReason, CompletionFinish, FinishReason, Logprobs, StepOutputs
 from router.stream import replies
 from tests.router.bench import TOKENIZER, Bench
 
@@ -27,7 +27,7 @@ class Stopping(Bench):
     def say(self, token_ids, *, finish=None, draft_counts=(), has_logprobs=False):
         handle = self.completion.handle
         self.router.on_step(
-            StepNews(
+            StepOutputs(
                 handles=[handle],
                 num_new_tokens=[len(token_ids)],
                 token_ids=array("i", token_ids),
@@ -57,7 +57,7 @@ async def test_a_stop_string_ends_the_request_while_its_client_reads_nothing():
     for token_id in ids("a END of it"):
         if completion.finish is None:
             bench.say([token_id])
-    assert completion.finish == Finish(FinishReason.STOP, stop="END")
+    assert completion.finish == CompletionFinish(FinishReason.STOP, stop="END")
     assert bench.links["s"].cancelled == [(completion.handle, CancelReason.STOP_STRING)]
     num_tokens = len(ids("a END"))
     assert bench.request.account.virtual_tokens == 100 + 2 * num_tokens
@@ -94,8 +94,8 @@ async def test_of_merged_steps_no_more_drafts_are_accepted_than_came_without_a_s
 async def test_a_stop_string_in_the_last_step_wins_over_how_the_scheduler_ended_it():
     bench = Stopping()
     bench.enter(stop=("END",))
-    bench.say(ids("a END of it"), finish=Finish(FinishReason.LENGTH))
-    assert bench.completion.finish == Finish(FinishReason.STOP, stop="END")
+    bench.say(ids("a END of it"), finish=CompletionFinish(FinishReason.LENGTH))
+    assert bench.completion.finish == CompletionFinish(FinishReason.STOP, stop="END")
     assert not bench.links["s"].cancelled
     assert (await bench.read())[:2] == ("a ", len(ids("a END")))
 
@@ -104,7 +104,7 @@ async def test_the_token_that_ends_a_request_is_not_searched_for_stop_strings():
     bench = Stopping()
     bench.enter(stop=("h",))
     [last] = ids("h")
-    bench.say([*ids("a"), last], finish=Finish(FinishReason.STOP, stop_token_id=last))
+    bench.say([*ids("a"), last], finish=CompletionFinish(FinishReason.STOP, stop_token_id=last))
     assert bench.completion.finish.stop is None
     assert (await bench.read())[:2] == ("a", 2)
 
@@ -123,7 +123,9 @@ async def test_a_stop_string_that_is_a_control_token_stops_at_that_token(
         include_stop_str_in_output=includes,
     )
     # stop_token_id None: the model's own end of sequence is that token.
-    bench.say([*ids("az"), END], finish=Finish(FinishReason.STOP, stop_token_id=stop_token_id))
+    bench.say(
+        [*ids("az"), END], finish=CompletionFinish(FinishReason.STOP, stop_token_id=stop_token_id)
+    )
     finish = bench.completion.finish
     assert (finish.reason, finish.stop) == (FinishReason.STOP, "<|end|>")
     assert (await bench.read())[:2] == ("az<|end|>" if includes else "az", 3)
@@ -145,6 +147,6 @@ async def test_what_is_held_back_is_shown_when_the_request_ends_otherwise(reason
     if reason is FinishReason.ABORTED:
         bench.router.abort("r")
     else:
-        bench.say([], finish=Finish(reason))
+        bench.say([], finish=CompletionFinish(reason))
     assert bench.completion.finish.reason is reason
     assert (await bench.read())[0] == "an EN"

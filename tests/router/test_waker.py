@@ -8,14 +8,14 @@ import numpy as np
 import pytest
 
 from router.core.fairness import FairShare
-from router.request import Request, Spec, Timeline
+from router.request import ClientRequest, Spec, Timeline
 from router.waker import Waker
 
 
 @pytest.fixture
 def make_request():
     def make(waker):
-        return Request(
+        return ClientRequest(
             spec=Spec(request_id="r", model="m", sampling=None),
             prompt_token_ids=np.ones(1, np.int32),
             prompt_text="",

@@ -1,16 +1,16 @@
 import pytest
 
-from router.core.pauses import Pauses, UnreadLimits, Verdict
+from router.core.pauses import Pauses, PauseVerdict, UnreadLimits
 
 
 @pytest.mark.parametrize(
     ("num_unread", "is_paused", "verdict"),
     [
-        (100, False, Verdict.GO_ON),
-        (101, False, Verdict.PAUSE),
-        (101, True, Verdict.GO_ON),
-        (2 * 100 + 1024, True, Verdict.GO_ON),
-        (2 * 100 + 1025, True, Verdict.GIVE_UP),
+        (100, False, PauseVerdict.GO_ON),
+        (101, False, PauseVerdict.PAUSE),
+        (101, True, PauseVerdict.GO_ON),
+        (2 * 100 + 1024, True, PauseVerdict.GO_ON),
+        (2 * 100 + 1025, True, PauseVerdict.GIVE_UP),
     ],
 )
 def test_too_much_unread_is_paused_and_given_up_if_that_does_not_help(
@@ -21,8 +21,8 @@ def test_too_much_unread_is_paused_and_given_up_if_that_does_not_help(
 
 def test_a_slow_client_that_is_to_be_cut_is_never_paused():
     limits = UnreadLimits(slow_client="cut")
-    assert limits.verdict(100, 100, is_paused=False) is Verdict.GO_ON
-    assert limits.verdict(101, 100, is_paused=False) is Verdict.GIVE_UP
+    assert limits.verdict(100, 100, is_paused=False) is PauseVerdict.GO_ON
+    assert limits.verdict(101, 100, is_paused=False) is PauseVerdict.GIVE_UP
 
 
 def test_it_goes_on_when_half_is_read():
@@ -40,16 +40,16 @@ def test_with_log_probabilities_less_may_wait():
 def test_among_many_streams_less_may_wait_for_each():
     limits = UnreadLimits(max_unread_tokens=100, max_unread_tokens_in_all=1000)
     assert [limits.crowd(n) for n in (0, 1, 10, 11, 20, 1000)] == [1, 1, 1, 2, 2, 100]
-    assert limits.verdict(50, 100, is_paused=False, crowd=2) is Verdict.GO_ON
-    assert limits.verdict(51, 100, is_paused=False, crowd=2) is Verdict.PAUSE
+    assert limits.verdict(50, 100, is_paused=False, crowd=2) is PauseVerdict.GO_ON
+    assert limits.verdict(51, 100, is_paused=False, crowd=2) is PauseVerdict.PAUSE
     assert (limits.may_go_on(25, 100, 2), limits.may_go_on(26, 100, 2)) == (True, False)
 
 
 def test_nobody_is_given_up_for_others_having_come():
     limits = UnreadLimits(max_unread_tokens=10_000, max_unread_tokens_in_all=10_000)
     crowd = limits.crowd(1000)
-    assert limits.verdict(9_000, 10_000, is_paused=True, crowd=crowd) is Verdict.GO_ON
-    assert limits.verdict(21_025, 10_000, is_paused=True, crowd=crowd) is Verdict.GIVE_UP
+    assert limits.verdict(9_000, 10_000, is_paused=True, crowd=crowd) is PauseVerdict.GO_ON
+    assert limits.verdict(21_025, 10_000, is_paused=True, crowd=crowd) is PauseVerdict.GIVE_UP
 
 
 def test_pauses_are_due_in_the_order_in_which_they_began():

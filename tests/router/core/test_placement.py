@@ -5,7 +5,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from router.core.credit import Role, WorkerReport, WorkerState
-from router.core.placement import Need, Pool
+from router.core.placement import Need, WorkerPool
 from router.core.prefix_index import prefix_of
 
 NOW = 100.0
@@ -30,7 +30,7 @@ def report(worker_id="a", **changes):
 
 
 def pool_of(*reports, waiting_allowance=2, is_draining=False, scheduler="s"):
-    pool = Pool(waiting_allowance=waiting_allowance, max_report_age_s=5.0)
+    pool = WorkerPool(waiting_allowance=waiting_allowance, max_report_age_s=5.0)
     pool.report(scheduler, reports, is_draining=is_draining, now=NOW)
     return pool
 

@@ -6,7 +6,7 @@ from router.core.credit import WorkerReport, WorkerState
 from router.core.fairness import FairShare
 from router.core.global_queue import GlobalQueue
 from router.core.line import Line
-from router.core.placement import Need, Pool
+from router.core.placement import Need, WorkerPool
 from router.core.policies import make_order
 from router.core.policies.order import QueueEntry
 from router.core.turns import MAX_PASSED_OVER, turns
@@ -35,7 +35,7 @@ class Desk:
     """Lines before workers; requests are names, and known by what they need."""
 
     def __init__(self, *workers, policy="fcfs"):
-        self.pool = Pool(waiting_allowance=0)
+        self.pool = WorkerPool(waiting_allowance=0)
         self.pool.report("s", workers, is_draining=False, now=NOW)
         self.queue = GlobalQueue(lambda: Line(make_order(policy), FairShare()))
         self.needs = {}

@@ -4,7 +4,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from headrace.v1 import scheduler_pb2
-from router.rpc.outbox import Outbox
+from router.rpc.outbox import SchedulerOutbox
 
 
 def submission(handle, request_id="r", num_bytes=4):
@@ -25,7 +25,7 @@ def taken(outbox):
 
 
 def test_what_waits_is_one_message():
-    outbox = Outbox()
+    outbox = SchedulerOutbox()
     outbox.submit(submission(1, "a"))
     outbox.submit(submission(2, "b"))
     outbox.cancel("a", cancellation(1))
@@ -37,7 +37,7 @@ def test_what_waits_is_one_message():
 
 
 def test_long_prompts_go_in_messages_that_are_taken_and_ends_after_them():
-    outbox = Outbox()
+    outbox = SchedulerOutbox()
     for handle in range(3):
         outbox.submit(submission(handle, num_bytes=3 * 2**19))
     outbox.cancel("r", cancellation(0))
@@ -47,7 +47,7 @@ def test_long_prompts_go_in_messages_that_are_taken_and_ends_after_them():
 
 
 def test_an_id_that_is_used_again_goes_after_the_end_of_the_one_before():
-    outbox = Outbox()
+    outbox = SchedulerOutbox()
     outbox.cancel("same", cancellation(1))
     outbox.submit(submission(2, "other"))
     outbox.submit(submission(3, "same"))
@@ -58,7 +58,7 @@ def test_an_id_that_is_used_again_goes_after_the_end_of_the_one_before():
 
 @given(moves=st.lists(st.tuples(st.sampled_from(["use", "end", "take"]), st.integers(0, 2))))
 def test_a_reader_of_submissions_first_never_finds_an_id_in_use(moves):
-    outbox, live, handle, messages = Outbox(), {}, 0, []
+    outbox, live, handle, messages = SchedulerOutbox(), {}, 0, []
     for move, number in moves:
         if move == "use" and number not in live:
             handle += 1
