@@ -1,7 +1,7 @@
 """Weights of a GGUF file, dequantized tensor by tensor as they are asked for."""
 
 import math
-from dataclasses import replace
+from dataclasses import dataclass, replace
 from pathlib import Path
 
 import gguf
@@ -13,8 +13,8 @@ from gpuworker.models.config import LayerConfig, ModelConfig
 from gpuworker.models.embedding import StoredRows
 from gpuworker.models.errors import UnsupportedModelError, WeightError
 from gpuworker.models.families import model_config
-from gpuworker.models.gguf_header import GgufTensor, read_header
 from gpuworker.models.gguf_metadata import GgufMetadata
+from headrace.service.gguf_header import GgufError, TensorPlace, read_gguf_header
 
 _GLOBAL_NAMES = {
     "token_embd.weight": "model.embed_tokens.weight",
@@ -67,27 +67,47 @@ _PLAIN_TYPES = {
     gguf.GGMLQuantizationType.F32: np.float32,
     gguf.GGMLQuantizationType.F16: np.float16,
 }
+# Half of a head's dimensions, at most.
+_MAX_DIVISORS = 1 << 12
 # Dequantizing makes several copies: 4 Mi values keep them at some 50 MB.
 _PIECE_VALUES = 1 << 22
+
+
+@dataclass(frozen=True, slots=True)
+class GgufTensor:
+    """A tensor's place; shape is rows first, as torch has it, in whole blocks of its type."""
+
+    name: str
+    shape: tuple[int, ...]
+    kind: gguf.GGMLQuantizationType
+    offset: int  # bytes from the file's start
+    num_bytes: int
 
 
 class GgufSource:
     """A WeightSource over a GGUF file, memory-mapped."""
 
     def __init__(self, file: Path) -> None:
-        header = read_header(file)
+        if not file.is_file():
+            raise WeightError(f"there is no model at {file}")
+        try:
+            header = read_gguf_header(file, with_strings=False)
+        except GgufError as error:
+            raise WeightError(str(error)) from None
         self._buffer = header.buffer
-        self._metadata = GgufMetadata(header.metadata)
+        self._metadata = GgufMetadata(file.name, header.metadata)
         names = _LAYER_NAMES | _LAYER_NAMES_BY_ARCHITECTURE.get(self._metadata.architecture, {})
-        self._tensor_by_name: dict[str, GgufTensor] = {}
-        for name, tensor in header.tensors.items():
-            if name not in _ROPE_DIVISORS:
-                self._tensor_by_name |= _hf_tensors(name, tensor, names)
-        self._divisors = {
-            field: tuple(self._values(header.tensors[name]).tolist())
-            for name, field in _ROPE_DIVISORS.items()
-            if name in header.tensors
+        tensors = {
+            name: _tensor(name, place, len(header.buffer)) for name, place in header.tensors.items()
         }
+        self._divisors = {
+            field: self._frequency_divisors(tensors.pop(name))
+            for name, field in _ROPE_DIVISORS.items()
+            if name in tensors
+        }
+        self._tensor_by_name: dict[str, GgufTensor] = {}
+        for name, tensor in tensors.items():
+            self._tensor_by_name |= _hf_tensors(name, tensor, names, self._metadata.num_experts)
         if "model.embed_tokens.weight" not in self._tensor_by_name:
             raise WeightError(f"{file.name}: tensor 'token_embd.weight' is missing")
         self.config: ModelConfig = self._config()
@@ -126,6 +146,11 @@ class GgufSource:
             result = _dequantized(data[start * type_size : (start + step) * type_size], tensor)
             values[start * block_size :][: result.size] = result.reshape(-1)
         return values.reshape(tensor.shape)
+
+    def _frequency_divisors(self, tensor: GgufTensor) -> tuple[float, ...]:
+        if math.prod(tensor.shape) > _MAX_DIVISORS:
+            raise WeightError(f"tensor {tensor.name!r} has shape {list(tensor.shape)}")
+        return tuple(self._values(tensor).reshape(-1).tolist())
 
     def _config(self) -> ModelConfig:
         metadata = self._metadata
@@ -171,6 +196,8 @@ class GgufSource:
             num_heads = attention.num_kv_heads
         else:
             return weight
+        if weight.shape[0] != num_heads * attention.head_dim:
+            return weight  # for the loader to refuse
         rows = weight.view(num_heads, attention.head_dim // 2, 2, -1)
         return rows.transpose(1, 2).reshape(weight.shape)
 
@@ -200,8 +227,29 @@ def _dequantized(data: NDArray[np.uint8], tensor: GgufTensor) -> NDArray[np.floa
     return values
 
 
+def _tensor(name: str, place: TensorPlace, file_bytes: int) -> GgufTensor:
+    """A tensor whose type is known and whose bytes are all in the file."""
+    try:
+        kind = gguf.GGMLQuantizationType(place.kind)
+    except ValueError:
+        raise WeightError(f"tensor {name!r} has the unknown type {place.kind}") from None
+    block_size, type_size = gguf.GGML_QUANT_SIZES[kind]
+    if place.shape[-1] % block_size:
+        raise WeightError(
+            f"tensor {name!r} has rows of {place.shape[-1]} values; type {kind.name} has blocks of "
+            f"{block_size}"
+        )
+    num_bytes = math.prod(place.shape) // block_size * type_size
+    if place.offset + num_bytes > file_bytes:
+        raise WeightError(
+            f"tensor {name!r} is truncated: it should end at byte {place.offset + num_bytes}, "
+            f"the file has {file_bytes}"
+        )
+    return GgufTensor(name, place.shape, kind, place.offset, num_bytes)
+
+
 def _hf_tensors(
-    name: str, tensor: GgufTensor, layer_names: dict[str, str]
+    name: str, tensor: GgufTensor, layer_names: dict[str, str], num_experts: int
 ) -> dict[str, GgufTensor]:
     """A tensor, or the experts' tensors that are stacked in it, by Hugging Face name.
 
@@ -211,10 +259,14 @@ def _hf_tensors(
         return {_GLOBAL_NAMES[name]: tensor}
     if not name.startswith("blk."):
         return {name: tensor}
-    _, layer, rest = name.split(".", 2)
+    layer, _, rest = name.removeprefix("blk.").partition(".")
     stem, _, kind = rest.rpartition(".")
     prefix = f"model.layers.{layer}"
     if stem in _STACKED_NAMES:
+        if tensor.shape[0] != num_experts:
+            raise WeightError(
+                f"tensor {name!r} has shape {list(tensor.shape)}; expert_count is {num_experts}"
+            )
         return {
             f"{prefix}.mlp.experts.{i}.{_STACKED_NAMES[stem]}.{kind}": expert
             for i, expert in enumerate(_unstacked(tensor))

@@ -7,6 +7,7 @@ import math
 from collections.abc import Callable
 from typing import Any
 
+from gpuworker.models.checks import GGUF_BOUNDS, check_values
 from gpuworker.models.errors import UnsupportedModelError, WeightError
 from gpuworker.models.rope_config import unknown_rope_type
 
@@ -18,11 +19,17 @@ _SMOLLM3_NO_ROPE_INTERVAL = 4
 class GgufMetadata:
     """Typed access to a file's key-value pairs.
 
+    Args:
+        file: for messages.
+        values: by key.
+
     Raises:
         UnsupportedModelError: an architecture that is not known here.
+        WeightError: a value is not of its key's type or range.
     """
 
-    def __init__(self, values: dict[str, Any]) -> None:
+    def __init__(self, file: str, values: dict[str, Any]) -> None:
+        self._file = file
         self._values = values
         self.architecture = str(self.value("general.architecture"))
         if self.architecture not in _ARCHITECTURES:
@@ -30,6 +37,7 @@ class GgufMetadata:
                 f"GGUF architecture {self.architecture!r} is not supported; supported are: "
                 + ", ".join(sorted(_ARCHITECTURES))
             )
+        check_values(file, values, GGUF_BOUNDS, f"{self.architecture}.")
 
     @property
     def is_interleaved(self) -> bool:
@@ -82,7 +90,7 @@ class GgufMetadata:
         """A value; WeightError when it is missing and there is no default."""
         value = self._values.get(key, default)
         if value is None:
-            raise WeightError(f"GGUF key {key!r} is missing")
+            raise WeightError(f"{self._file}: GGUF key {key!r} is missing")
         return value
 
     def _rope_scaling(self) -> dict[str, Any] | None:

@@ -171,9 +171,11 @@ class _Loader:
     ) -> GroupedExperts:
         """Fills one tensor for each product; besides it, one expert's weights are held."""
         count, hidden, size = experts.num_experts, config.hidden_size, experts.intermediate_size
+        gate_name, up_name, down_name = names
+        # Sizes of the configuration that the file does not bear out must not be allocated.
+        self._tensor(f"{prefix}.{count - 1}.{down_name}.weight", (hidden, size))
         gate_up = torch.empty(count, 2 * size, hidden, device=self._device, dtype=self._dtype)
         down = torch.empty(count, hidden, size, device=self._device, dtype=self._dtype)
-        gate_name, up_name, down_name = names
         for i in range(count):
             expert = f"{prefix}.{i}"
             gate_up[i, :size] = self._tensor(f"{expert}.{gate_name}.weight", (size, hidden))

@@ -6,10 +6,24 @@ import torch
 
 from gpuworker.kernels.ops import RopeTables
 from gpuworker.models.config import Rope, RopeScaling
+from gpuworker.models.errors import WeightError
+
+# A million tokens of 128 dimensions, as the longest models have.
+_MAX_TABLE_VALUES = 1 << 27
 
 
 def rope_tables(rope: Rope, max_model_len: int, device: torch.device) -> RopeTables:
-    """Cosines and sines of every position."""
+    """Cosines and sines of every position.
+
+    Raises:
+        WeightError: they would be larger than any model's.
+    """
+    if max_model_len * rope.rotary_dim > _MAX_TABLE_VALUES:
+        raise WeightError(
+            f"a context of {max_model_len} tokens needs rotary tables of "
+            f"{max_model_len * rope.rotary_dim} values, at most {_MAX_TABLE_VALUES} are made: give "
+            "a smaller max-model-len"
+        )
     frequencies = _inverse_frequencies(rope, max_model_len)
     positions = torch.arange(max_model_len, dtype=torch.float32) / rope.linear_factor
     angles = torch.outer(positions, frequencies)

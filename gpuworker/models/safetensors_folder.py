@@ -14,6 +14,7 @@ from typing import Any
 
 import torch
 
+from gpuworker.models.checks import HF_BOUNDS, check_values
 from gpuworker.models.config import ModelConfig
 from gpuworker.models.embedding import StoredRows
 from gpuworker.models.errors import WeightError
@@ -25,7 +26,9 @@ _DTYPES = {
     "F16": torch.float16,
     "BF16": torch.bfloat16,
 }
-_MAX_HEADER_BYTES = 100_000_000
+# Of a header or a configuration; a model of 100,000 tensors in one file has 12 MB.
+_MAX_JSON_BYTES = 1 << 25
+_MAX_DIMENSIONS = 8
 
 
 @dataclass(frozen=True, slots=True)
@@ -44,11 +47,17 @@ class SafetensorsSource:
 
     def __init__(self, folder: Path) -> None:
         hf = _read_json(folder / "config.json")
+        check_values("config.json", hf, HF_BOUNDS)
         self.config: ModelConfig = model_config(hf)
         self.eos_token_ids = _eos_token_ids(folder, hf)
         self._place_by_name: dict[str, _Place] = {}
         for file in _files(folder):
-            self._place_by_name.update(_places(file))
+            for name, place in _places(file).items():
+                if name in self._place_by_name:
+                    raise WeightError(f"tensor {name!r} is in two files, {file.name} is one")
+                self._place_by_name[name] = place
+        if not self._place_by_name:
+            raise WeightError(f"{folder} has no tensor in its .safetensors files")
         dtypes = [place.dtype for place in self._place_by_name.values()]
         self.dtype = max(set(dtypes), key=dtypes.count)
 
@@ -89,9 +98,14 @@ def _files(folder: Path) -> list[Path]:
     """The files that the index names, or all there are."""
     index = folder / "model.safetensors.index.json"
     if index.exists():
-        names = sorted(set(_read_json(index)["weight_map"].values()))
-        files = [folder / name for name in names]
-        missing = [file.name for file in files if not file.exists()]
+        by_tensor = _read_json(index).get("weight_map")
+        if not isinstance(by_tensor, dict) or not by_tensor:
+            raise WeightError(f"{index.name} has no weight_map of tensors to files")
+        for name in by_tensor.values():
+            if not isinstance(name, str) or Path(name).name != name:
+                raise WeightError(f"{index.name} names {str(name)[:100]!r}, which is no file name")
+        files = [folder / name for name in sorted(set(by_tensor.values()))]
+        missing = [file.name for file in files if not file.is_file()]
         if missing:
             raise WeightError(f"{index.name} names {missing[0]!r}, which is not in {folder}")
         return files
@@ -107,36 +121,68 @@ def _places(file: Path) -> dict[str, _Place]:
     with file.open("rb") as stream:
         head = stream.read(8)
         header_bytes = int.from_bytes(head, "little")
-        if len(head) < 8 or header_bytes > min(size - 8, _MAX_HEADER_BYTES):
+        if len(head) < 8 or header_bytes > min(size - 8, _MAX_JSON_BYTES):
             raise WeightError(f"{file.name} is not a whole safetensors file: its header is cut")
-        try:
-            header: dict[str, Any] = json.loads(stream.read(header_bytes))
-        except ValueError as error:
-            raise WeightError(f"{file.name} is not a safetensors file: {error}") from None
+        header = _parsed(file.name, stream.read(header_bytes))
         buffer = mmap.mmap(stream.fileno(), 0, access=mmap.ACCESS_READ)
     header.pop("__metadata__", None)
     places = {}
     for name, entry in header.items():
-        if entry["dtype"] not in _DTYPES:
-            raise WeightError(
-                f"tensor {name!r} in {file.name} has type {entry['dtype']}; "
-                f"supported are: {', '.join(_DTYPES)}"
-            )
-        dtype, shape = _DTYPES[entry["dtype"]], tuple(entry["shape"])
-        start, end = (8 + header_bytes + int(offset) for offset in entry["data_offsets"])
+        dtype, shape = _type_and_shape(f"tensor {name!r} in {file.name}", entry)
+        start, end = (8 + header_bytes + offset for offset in entry["data_offsets"])
         if end > size or end - start != math.prod(shape) * dtype.itemsize:
             raise WeightError(
                 f"tensor {name!r} in {file.name} is truncated: it should end at byte {end}, "
                 f"the file has {size}"
             )
         places[name] = _Place(file, buffer, dtype, shape, start)
+    _refuse_overlap(file.name, places)
     return places
+
+
+def _type_and_shape(where: str, entry: Any) -> tuple[torch.dtype, tuple[int, ...]]:
+    """Of a header's entry, whose offsets are checked to be numbers, too."""
+    if not isinstance(entry, dict):
+        raise WeightError(f"{where} is no object in the header")
+    fields: list[Any] = [entry.get(key) for key in ("dtype", "shape", "data_offsets")]
+    dtype, shape, offsets = fields
+    if not isinstance(dtype, str) or dtype not in _DTYPES:
+        raise WeightError(
+            f"{where} has type {str(dtype)[:40]}; supported are: {', '.join(_DTYPES)}"
+        )
+    if not _are_counts(shape, least=1) or len(shape) > _MAX_DIMENSIONS:
+        raise WeightError(
+            f"{where} has shape {str(shape)[:60]}; it must be at most {_MAX_DIMENSIONS} numbers "
+            "from 1 on"
+        )
+    if not _are_counts(offsets, least=0) or len(offsets) != 2:
+        raise WeightError(f"{where} has data_offsets {str(offsets)[:60]}; they must be two numbers")
+    return _DTYPES[dtype], tuple(shape)
+
+
+def _are_counts(value: Any, least: int) -> bool:
+    """Whether a value is a list of integers that a file's size can be compared with."""
+    return isinstance(value, list) and all(
+        isinstance(number, int) and not isinstance(number, bool) and least <= number < 1 << 63
+        for number in value
+    )
+
+
+def _refuse_overlap(file: str, places: dict[str, _Place]) -> None:
+    """The format has each byte in one tensor."""
+    end, before = 0, ""
+    for name, place in sorted(places.items(), key=lambda item: item[1].offset):
+        if place.offset < end:
+            raise WeightError(f"tensors {before!r} and {name!r} in {file} overlap")
+        end, before = place.offset + math.prod(place.shape) * place.dtype.itemsize, name
 
 
 def _eos_token_ids(folder: Path, hf: dict[str, Any]) -> tuple[int, ...]:
     """generation_config.json's, or config.json's."""
-    generation = folder / "generation_config.json"
-    ids = _read_json(generation).get("eos_token_id") if generation.exists() else None
+    file = folder / "generation_config.json"
+    generation = _read_json(file) if file.exists() else {}
+    check_values(file.name, generation, HF_BOUNDS)
+    ids = generation.get("eos_token_id")
     if ids is None:
         ids = hf.get("eos_token_id")
     if ids is None:
@@ -145,10 +191,18 @@ def _eos_token_ids(folder: Path, hf: dict[str, Any]) -> tuple[int, ...]:
 
 
 def _read_json(file: Path) -> dict[str, Any]:
+    if not file.is_file():
+        raise WeightError(f"{file.parent} has no {file.name}")
+    if file.stat().st_size > _MAX_JSON_BYTES:
+        raise WeightError(f"{file} has more than {_MAX_JSON_BYTES} bytes")
+    return _parsed(str(file), file.read_bytes())
+
+
+def _parsed(name: str, text: bytes) -> dict[str, Any]:
     try:
-        content: dict[str, Any] = json.loads(file.read_text(encoding="utf-8"))
-    except FileNotFoundError:
-        raise WeightError(f"{file.parent} has no {file.name}") from None
-    except ValueError as error:
-        raise WeightError(f"{file} is not JSON: {error}") from None
+        content = json.loads(text)
+    except (ValueError, RecursionError) as error:
+        raise WeightError(f"{name} is not JSON: {error}") from None
+    if not isinstance(content, dict):
+        raise WeightError(f"{name} is no JSON object")
     return content

@@ -5,6 +5,7 @@ from typing import Protocol
 
 import torch
 
+from gpuworker.models.checks import check_config
 from gpuworker.models.config import ModelConfig
 from gpuworker.models.embedding import StoredRows
 from gpuworker.models.errors import UnsupportedModelError, WeightError
@@ -48,11 +49,15 @@ def open_source(path: Path) -> WeightSource:
         UnsupportedModelError: the decoder cannot run this model.
     """
     try:
-        return SafetensorsSource(path) if path.is_dir() else GgufSource(path)
+        source = SafetensorsSource(path) if path.is_dir() else GgufSource(path)
     except (UnsupportedModelError, WeightError):
         raise
+    except KeyError as error:
+        raise WeightError(f"{path}: {error} is missing") from error
     except (ArithmeticError, AttributeError, LookupError, TypeError, ValueError) as error:
-        # Valid JSON or metadata of another shape than a model's: we do not foresee each.
+        # Values of another type than a model's, in places where no number is.
         raise WeightError(
             f"{path} is not as a model should be: {type(error).__name__}: {error}"
         ) from error
+    check_config(path.name, source.config, source.eos_token_ids)
+    return source

@@ -12,11 +12,11 @@ import numpy as np
 from numpy.typing import NDArray
 from tokenizers import Tokenizer
 
+from headrace.service.gguf_header import GgufError, read_gguf_header
 from router.text.chat import ChatTemplate
 from router.text.control_tokens import ChatText, ControlTokens
 from router.text.detokenizer import Detokenizer, compile_decoder
 from router.text.errors import ChatTemplateError, UnsupportedTokenizerError
-from router.text.gguf_metadata import GgufFormatError, read_gguf_metadata
 from router.text.gguf_tokenizer import (
     KNOWN_PATTERNS,
     build_gguf_tokenizer,
@@ -128,8 +128,8 @@ def load_model_text(path: Path) -> ModelText:
     if path.is_dir():
         return _load_folder(path)
     try:
-        metadata = read_gguf_metadata(path)
-    except GgufFormatError as error:
+        metadata = read_gguf_header(path, with_strings=True).metadata
+    except GgufError as error:
         raise UnsupportedTokenizerError(
             f"{error}; give a folder with tokenizer.json, or a GGUF file"
         ) from error

@@ -18,7 +18,7 @@ NUM_ROWS, SUPER_BLOCK = 5, 256
 def write_one(file: Path, kind: KINDS, data: np.ndarray) -> None:
     """A file whose only tensor has these bytes, [NUM_ROWS, bytes of a row]."""
     writer = gguf.GGUFWriter(file, "llama")
-    writer.add_block_count(0)
+    writer.add_block_count(1)
     writer.add_context_length(8)
     writer.add_embedding_length(SUPER_BLOCK)
     writer.add_feed_forward_length(1)

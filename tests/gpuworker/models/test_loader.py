@@ -155,20 +155,3 @@ def test_the_context_can_only_be_shortened(folder: Path) -> None:
     for wrong in (0, 513):
         with pytest.raises(ValueError, match=r"\[1, 512\]"):
             with_max_model_len(config, wrong)
-
-
-@pytest.mark.parametrize(
-    ("name", "content"),
-    [
-        ("config.json", b"[]"),
-        ("config.json", b'{"architectures": ["LlamaForCausalLM"]}'),
-        ("config.json", b'{"architectures": ["LlamaForCausalLM"], "num_attention_heads": "x"}'),
-        ("generation_config.json", b"3"),
-        ("model.safetensors", b"\x02" + bytes(7) + b"{}"),
-        ("model.safetensors", b"\x10" + bytes(7) + b'{"a":{"x":1}}   '),
-    ],
-)
-def test_json_of_another_shape_is_the_models_fault(folder: Path, name: str, content: bytes) -> None:
-    (folder / name).write_bytes(content)
-    with pytest.raises(WeightError, match="not as a model should be"):
-        open_source(folder)

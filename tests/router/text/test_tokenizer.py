@@ -7,8 +7,8 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
+from headrace.service.gguf_header import GgufError, read_gguf_header
 from router.text.errors import ChatTemplateError, UnsupportedTokenizerError
-from router.text.gguf_metadata import GgufFormatError, read_gguf_metadata
 from router.text.gguf_tokenizer import build_gguf_tokenizer
 from router.text.tokenizer import load_model_text
 from tests.router.tiny_models import byte_level_tokenizer
@@ -146,7 +146,7 @@ def test_gguf_headers_are_read_by_type(tmp_path):
         ("strings", 9, strings),
         ("half", 6, struct.pack("<f", 0.5)),
     )
-    assert read_gguf_metadata(file) == {
+    assert read_gguf_header(file, with_strings=True).metadata == {
         "n": 7, "yes": True, "s": "é", "ints": [-1, 0, 9], "strings": ["ab", ""], "half": 0.5,
     }  # fmt: skip
 
@@ -156,8 +156,8 @@ def test_a_file_that_is_not_whole_gguf_is_refused(tmp_path):
     for data in (whole.read_bytes(), whole.read_bytes()[:30], b"GGUF\x09\0\0\0", b"PK"):
         file = tmp_path / "b.gguf"
         file.write_bytes(data)
-        with pytest.raises(GgufFormatError):
-            read_gguf_metadata(file)
+        with pytest.raises(GgufError):
+            read_gguf_header(file, with_strings=True)
         with pytest.raises(UnsupportedTokenizerError):
             load_model_text(file)
 
