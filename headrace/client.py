@@ -98,7 +98,7 @@ class HeadraceClient:
             sampling: None is the server's defaults.
             request_id: your own, to abort, resume or ask about it; empty: one is made.
             priority: smaller is more urgent.
-            tenant: who pays.
+            tenant: the account that the request is billed to and scheduled fairly with.
             deadline_s: seconds from now after which the request ends with reason DEADLINE.
             cache_salt: requests of one tenant and equal salts share cached prefixes.
             include_stop_str_in_output: keep a matched stop string in the text.

@@ -67,7 +67,7 @@ _SECTIONS: dict[str, tuple[type[Any], str]] = {
 @config.flags(ChannelConfig, prefix="scheduler")
 @config.flags(ProcessConfig)
 def main(config_file: Path | None, **arguments: Any) -> None:
-    """Admit, queue and place requests, and stream their text back to clients."""
+    """Admit, queue and dispatch requests, and stream their text back to clients."""
     settings: dict[str, Any] = {
         section: config.load(
             struct,
@@ -109,7 +109,7 @@ async def serve(
     defaults: Mapping[str, ModelDefaults],
     prompts: PromptReader,
 ) -> None:
-    """Serve until SIGTERM or SIGINT, then let what is live finish, and stop."""
+    """Serve until SIGTERM or SIGINT, then let live requests finish, and stop."""
     router_id = router.router_id or platform.node()
     traces = telemetry.setup("headrace-router", process.otlp_endpoint)
     async with contextlib.AsyncExitStack() as stack:
@@ -186,7 +186,7 @@ def load_models(
 
 
 async def drain(router: Router, timeout_s: float) -> None:
-    """Take nothing new, give what is live timeout_s seconds, then abort it."""
+    """Refuse new requests, wait timeout_s seconds for the live ones, then abort the rest."""
     router.is_draining = True
     logger.info("draining %d requests", router.num_live)
     try:

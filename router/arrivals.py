@@ -1,4 +1,4 @@
-"""What a scheduler's step brought, put where it belongs in each completion.
+"""Applies a step's outputs to the completions.
 
 This is the router's hot path: it runs once a step for every completion that got tokens.
 """
@@ -12,7 +12,7 @@ from router.request import Admitted, ClientCompletion, CompletionFinish, Logprob
 
 @dataclass(frozen=True, slots=True)
 class Arrived:
-    """What is to be done about a step: completions with too much unread, and stop strings found."""
+    """What the dispatcher must act on: completions with too much unread, stop strings found."""
 
     unread: list[ClientCompletion] = field(default_factory=list)
     stop_by_handle: dict[int, str] = field(default_factory=dict)
@@ -36,9 +36,9 @@ class Arrivals:
         self._wall_clock = wall_clock
 
     def take(self, outputs: StepOutputs, crowd: int) -> Arrived:
-        """Append what came, as far as it counts: nothing does after a stop string.
+        """Append a step's tokens, up to a stop string, and what belongs to them.
 
-        crowd divides what may be unread (see `pauses`).
+        crowd divides the tokens that may be unread (see `pauses`).
         Handles of completions that the router ended itself are unknown, and skipped.
         """
         for admission in outputs.admissions:
@@ -59,7 +59,7 @@ class Arrivals:
         self._pool.admitted(completion.sent, admission.num_cached_tokens)
         timeline = completion.request.timeline
         if timeline.admitted is None:
-            # The scheduler's clock may differ from ours; never before arrival, never ahead.
+            # The scheduler's clock may differ: the time is kept between arrival and now.
             now = self._clock()
             ago = max(0.0, self._wall_clock() - admission.time_unix_s)
             timeline.admitted = max(timeline.arrived, now - ago)
@@ -119,7 +119,7 @@ class Arrivals:
 def _read(
     completion: ClientCompletion, token_ids: Sequence[int], finish: CompletionFinish | None
 ) -> tuple[Sequence[int], str | None]:
-    """Look for stop strings in a completion's new tokens; finish: this is its last step.
+    """Look for stop strings in a completion's new tokens; finish is set in its last step.
 
     Returns:
         The tokens that count, and the stop string that the last of them completed, if any.

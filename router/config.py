@@ -13,7 +13,7 @@ from router.rules import Rules
 
 
 class RouterConfig(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
-    """What a router serves, where it sends it, and how much may wait in it."""
+    """What a router serves, its schedulers, and its limits."""
 
     router_id: Annotated[
         str, help_text("Name of this router in logs and traces; empty is the host's name.")
@@ -39,10 +39,10 @@ class RouterConfig(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
         int, help_text("Requests answered at once, waiting or running; more are refused.", ge=1)
     ] = 16_384
     max_queued_requests: Annotated[
-        int, help_text("Completions that may wait here, at most; more are refused.", ge=1)
+        int, help_text("Most completions that may wait in the router; more are refused.", ge=1)
     ] = 4096
     max_queued_tokens: Annotated[
-        int, help_text("Prompt tokens that may wait here, at most; more are refused.", ge=1)
+        int, help_text("Most prompt tokens that may wait in the router; more are refused.", ge=1)
     ] = 8_000_000
     max_prompt_bytes: Annotated[int, help_text("Largest prompt taken, in bytes of text.", ge=1)] = (
         4 * 1024 * 1024
@@ -77,7 +77,7 @@ class PublicServing(ServingConfig, frozen=True, forbid_unknown_fields=True):
 
 
 class StreamsConfig(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
-    """What a client that reads too slowly may leave waiting, and what becomes of its request."""
+    """How much a slow client may leave unread, and what happens to its request."""
 
     max_unread_tokens: Annotated[
         int,
@@ -90,8 +90,8 @@ class StreamsConfig(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
     max_unread_tokens_in_all: Annotated[
         int,
         help_text(
-            "Tokens that may wait for all clients, about: with so many completions that they could"
-            " hold more, each may hold less.",
+            "About how many tokens may wait for all clients; among many completions each may hold"
+            " fewer.",
             ge=1,
         ),
     ] = 4_194_304
@@ -105,7 +105,7 @@ class StreamsConfig(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
 
 
 class TenantConfig(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
-    """What each tenant may have, for those that are not named."""
+    """Limits of each tenant that has none of its own in `tenants`."""
 
     weight: Annotated[float, help_text("Share of a tenant beside others that wait.", gt=0)] = 1.0
     max_live_requests: Annotated[
@@ -125,12 +125,12 @@ class TenantConfig(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
     ] = 0.0
 
     def limits(self) -> TenantLimits:
-        """The same for the core."""
+        """The limits as the core's type."""
         return TenantLimits(**msgspec.structs.asdict(self))
 
 
 class TenantsConfig(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
-    """Tenants with limits of their own; only in the file."""
+    """Tenants with their own limits; only in the file."""
 
     named: Annotated[
         dict[str, TenantConfig], help_text("[tenants.named.NAME]: as [tenant], for that tenant.")
@@ -140,7 +140,7 @@ class TenantsConfig(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
 def rules_of(
     router: RouterConfig, streams: StreamsConfig, tenant: TenantConfig, tenants: TenantsConfig
 ) -> Rules:
-    """The rules that the settings make."""
+    """The rules that follow from the settings."""
     return Rules(
         limits=Limits(
             router.max_live_requests, router.max_queued_requests, router.max_queued_tokens

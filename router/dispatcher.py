@@ -1,9 +1,9 @@
 """Where each completion is: waiting in the queue, in flight under a handle, or gone.
 
-Dispatch is late: a completion leaves the queue when a worker has credit for it. Schedulers' news
-comes in here too. Methods return what became of completions, and the router applies it to requests
-and callers, which the dispatcher does not know. Nothing awaits, so each call sees and leaves a
-whole state.
+Dispatch is late: a completion leaves the queue when a worker has credit for it. Messages of
+schedulers come in here too. Methods return what became of completions, and the router applies that
+to requests and callers, which the dispatcher does not know. No method awaits, so each call sees and
+leaves a consistent state.
 """
 
 import functools
@@ -70,11 +70,11 @@ Outcome = Ended | Failed | Paused
 
 
 class Dispatcher:
-    """Owns the queue, the pool's credit, what is in flight, and what is paused.
+    """Owns the queue, the workers' credit, and the completions in flight or paused.
 
-    A completion is paused when its client leaves too much unread. Its scheduler sets it aside, and
-    its credit is free for others; if that scheduler is lost it waits here, and not in the queue,
-    until its client has read.
+    A completion is paused when its client leaves too much unread. The scheduler then frees its KV
+    blocks, and the router frees its credit. If that scheduler is lost, the paused completion waits
+    outside the queue until its client has read.
     """
 
     def __init__(
@@ -116,7 +116,7 @@ class Dispatcher:
         return len(self._pauses)
 
     def enqueue(self, completion: ClientCompletion) -> None:
-        """Let it wait; `pump` sends it."""
+        """Queue a completion; `dispatch` sends it."""
         request = completion.request
         completion.max_unread_tokens = self._unread.of(request.spec.num_logprobs)
         self.queue.push(
@@ -134,7 +134,7 @@ class Dispatcher:
         self._status.queued(completion)
 
     def withdraw(self, completion: ClientCompletion, finish: CompletionFinish) -> None:
-        """End it from our side, wherever it is."""
+        """End a completion for the router's own reason, wherever it is."""
         if self._in_flight.get(completion.handle) is not completion:
             self.queue.remove(completion.key)
             self._status.ended_waiting(completion, finish)
@@ -150,7 +150,7 @@ class Dispatcher:
         self._num_streams -= sum(c.num_dispatches > 0 for c in request.completions)
 
     def on_read(self, completion: ClientCompletion) -> Sequence[Outcome]:
-        """More of a completion was sent to its client: if it is paused, it may go on."""
+        """More of a completion was sent to its client: end its pause if enough was read."""
         if not completion.is_paused:
             return ()
         limit, crowd = completion.max_unread_tokens, self._unread.crowd(self._num_streams)
@@ -206,7 +206,7 @@ class Dispatcher:
         return failed or self.dispatch()
 
     def on_step(self, outputs: StepOutputs) -> Sequence[Outcome]:
-        """Take one step's news; completions that the router ended are unknown and skipped."""
+        """Apply one step's outputs; completions that the router ended are unknown and skipped."""
         arrived = self._arrivals.take(outputs, self._unread.crowd(self._num_streams))
         was_trial = self._suspects.has_trial
         if was_trial:
@@ -266,7 +266,7 @@ class Dispatcher:
             for completion, need, worker in turns(line, self.pool, needed_by, now):
                 self.queue.remove(completion.key)
                 if worker is None:
-                    # The worker that it was let in for has gone since; no request may wait for it.
+                    # Admitted for a worker that has left since; no other request waits behind it.
                     error = outcomes.no_longer_fits(completion.request.spec)
                     failed.append(Failed(completion, error))
                     continue
@@ -281,7 +281,7 @@ class Dispatcher:
         return failed
 
     def rate(self, model: str) -> ServiceRate:
-        """How fast the model's line moves."""
+        """How fast the requests for a model leave the queue."""
         return self._rate_by_model.setdefault(model, ServiceRate())
 
     def _need(self, completion: ClientCompletion, *, now: float) -> Need:
@@ -301,7 +301,7 @@ class Dispatcher:
     def _send(self, completion: ClientCompletion, worker: WorkerKey, need: Need) -> None:
         if not completion.num_dispatches:
             self._num_streams += 1
-            # What is lost with a scheduler and computed again is not the tenant's to pay.
+            # A prompt that is computed again because a scheduler was lost is not charged again.
             completion.request.account.charge_prompt(need.num_tokens)
         completion.handle = self._next_handle()
         completion.link = self._links[worker.scheduler]
@@ -317,7 +317,7 @@ class Dispatcher:
         self._remove_in_flight(completion)
         completion.epoch += 1
         if completion.is_paused:
-            # It waits for its client, not for a worker: `on_read` queues it.
+            # A paused completion waits for its client, not for a worker: `on_read` queues it.
             self._status.queued(completion)
         else:
             self._wait(completion)
@@ -338,7 +338,7 @@ class Dispatcher:
             self.pool.finished(completion.sent, was_admitted=completion.is_admitted)
 
     def _restrain(self, completion: ClientCompletion) -> Sequence[Outcome]:
-        """Pause or fail a completion of which too much is unread, or let it go on."""
+        """Pause or fail a completion with too much unread, or leave it running."""
         limit, crowd = completion.max_unread_tokens, self._unread.crowd(self._num_streams)
         is_paused = completion.is_paused
         match self._unread.verdict(completion.num_unread, limit, is_paused=is_paused, crowd=crowd):
@@ -369,7 +369,7 @@ class Dispatcher:
         self._suspects.clear(completion.key)
 
     def _next_handle(self) -> int:
-        """uint32 on the wire; a live one is not given out again after it wraps."""
+        """A handle that is not in use; handles are uint32 on the wire and wrap."""
         while True:
             self._last_handle = self._last_handle % (2**32 - 1) + 1
             if self._last_handle not in self._in_flight:

@@ -1,8 +1,7 @@
-"""Who is let in: admission's rules, with the facts they need.
+"""Applies admission's rules to the router's state.
 
-A caller takes a permit first and is then counted as one whose prompt is being read, until its
-request is let in or given up. Decisions are `core.admission`'s and `core.permits`'; what they say
-becomes an error here.
+A call takes a permit first, and then counts as a prompt being read until its request is admitted or
+given up. `core.admission` and `core.permits` decide; their refusals become errors here.
 """
 
 from collections import Counter
@@ -37,37 +36,37 @@ class Gate:
         return self._num_reading_by_tenant.total()
 
     def enter(self, tenant: str) -> None:
-        """Take a permit, to be given back by `leave`, and begin to read; or raise, and neither."""
+        """Take a permit, which `leave` gives back, and count a prompt being read; or raise."""
         refusal = self.permits.enter(tenant, self._clock())
         if refusal is not None:
             raise outcomes.rejected(refusal)
         self._num_reading_by_tenant[tenant] += 1
 
     def stop_reading(self, tenant: str) -> None:
-        """A prompt is read, or given up."""
+        """A prompt was tokenized, or its request was given up."""
         self._num_reading_by_tenant[tenant] -= 1
         if not self._num_reading_by_tenant[tenant]:
             del self._num_reading_by_tenant[tenant]
 
     def leave(self, tenant: str) -> None:
-        """Its caller is answered, or gone."""
+        """Give the permit of a call back."""
         self.permits.leave(tenant, self._clock())
 
     def spend(self, tenant: str, num_tokens: int) -> None:
-        """Prompt or output of a request that was let in counts for its tenant's rate."""
+        """Charge prompt or output tokens of an admitted request to its tenant's rate."""
         self.permits.spend_tokens(tenant, num_tokens, self._clock())
 
     def check(
         self, spec: Spec, num_prompt_tokens: int, deadline: float | None, *, is_read: bool
     ) -> int:
-        """The request's max_tokens, or the error that says why it is not let in.
+        """The request's max_tokens; raises the error that says why the request is refused.
 
-        deadline is on the clock. Until the prompt is read, num_prompt_tokens are what it has at
-        least, and only what is hopeless is refused.
+        deadline is on the monotonic clock. Until the prompt is read, num_prompt_tokens is a lower
+        bound, and only a hopeless request is refused.
         """
         now = self._clock()
         queue, rate = self._dispatcher.queue, self._dispatcher.rate(spec.model)
-        # Prompts being read hold a place each; this one is among them.
+        # Other prompts being read count as queued; this request's own prompt is not counted.
         load, num_reading = queue.load, self.num_reading - 1
         tenant_load = queue.load_of(spec.tenant)
         num_reading_of_tenant = self._num_reading_by_tenant[spec.tenant] - 1

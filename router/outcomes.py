@@ -1,4 +1,4 @@
-"""How refusals and endings look to a caller: the one map from outcomes to status codes."""
+"""The one map from refusals and failures to the errors that callers get."""
 
 from headrace.service.errors import (
     ServiceError,
@@ -14,7 +14,7 @@ from router.request import ClientCompletion, Refusal, Spec
 
 
 def rejected(reject: Reject, prompt_field: str = "text") -> ServiceError:
-    """A request that was not let in; prompt_field is what its prompt came in."""
+    """A request that was not admitted; prompt_field names the field that held the prompt."""
     match reject.reason:
         case Reason.PROMPT_TOO_LONG:
             return invalid(prompt_field, reject.message)
@@ -32,7 +32,7 @@ def rejected(reject: Reject, prompt_field: str = "text") -> ServiceError:
 
 
 def refused(refusal: Refusal, spec: Spec) -> ServiceError:
-    """A request that a scheduler will not take, for good."""
+    """A request that a scheduler refused for good."""
     match refusal.reason:
         case "TOO_LONG":
             return invalid(spec.prompt_field, refusal.message)
@@ -46,17 +46,17 @@ def refused(refusal: Refusal, spec: Spec) -> ServiceError:
 
 
 def is_worth_retrying(refusal: Refusal) -> bool:
-    """Whether another worker, or the same one later, may take it."""
+    """Whether another worker, or the same worker later, may take the request."""
     return refusal.reason in {"NO_WORKER", "WORKER_LOST", "DRAINING"}
 
 
 def failed(message: str) -> ServiceError:
-    """A fault in a worker or scheduler ended a request."""
+    """A fault in a worker or scheduler ended the request."""
     return internal("GENERATION_FAILED", message or "the generation failed in its worker")
 
 
 def schedulers_lost(completion: ClientCompletion) -> ServiceError:
-    """Every scheduler that had the completion was lost; it is probably why."""
+    """Every scheduler that had the completion was lost; the completion is probably the cause."""
     return internal(
         "SCHEDULERS_LOST",
         f"{completion.request_id} was sent to {completion.num_dispatches} schedulers and each was "
@@ -65,7 +65,7 @@ def schedulers_lost(completion: ClientCompletion) -> ServiceError:
 
 
 def no_longer_fits(spec: Spec) -> ServiceError:
-    """The workers that could have held it are gone."""
+    """The workers that could have held the request are gone."""
     return unavailable(
         "NO_LARGE_WORKER",
         f"{spec.request_id} does not fit any worker that is ready now; try again, or ask for less",
@@ -74,7 +74,7 @@ def no_longer_fits(spec: Spec) -> ServiceError:
 
 
 def too_slow(spec: Spec, why: str) -> ServiceError:
-    """Its caller does not read what it asked for."""
+    """The client does not read its stream."""
     return exhausted(
         "SLOW_CLIENT", f"{spec.request_id} was ended: {why}; read the stream as it comes"
     )
@@ -85,7 +85,7 @@ def draining() -> ServiceError:
 
 
 def late(spec: Spec) -> ServiceError:
-    """The deadline passed before the end, and that is all the caller is told."""
+    """The deadline passed before the request had ended."""
     return deadline_exceeded(
         "DEADLINE_EXCEEDED", f"deadline: passed before {spec.request_id} was finished"
     )

@@ -1,8 +1,8 @@
-"""A live request and its completions: what was asked, what came, how it ended.
+"""A live request and its completions: the parameters, the tokens so far, the end.
 
-A request is owned by the Router, which alone changes it; the stream that answers the client
-reads what has come and takes it out. Sampling parameters and log probabilities are the wire's
-own, carried here unread.
+The Router owns a request and alone changes it; the stream that answers the client reads and removes
+what has arrived. Sampling parameters and log probabilities are in the form of the wire, and pass
+through unread.
 """
 
 import asyncio
@@ -39,7 +39,7 @@ class FinishReason(IntEnum):
 
 
 class CancelReason(IntEnum):
-    """Why we end a completion in its scheduler; the numbers are the protocol's."""
+    """Why the router ends a completion in its scheduler; the numbers are the protocol's."""
 
     ABORTED = 1
     STOP_STRING = 2
@@ -59,14 +59,14 @@ class CompletionFinish:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Spec:
-    """What a caller asked for, validated.
+    """The validated parameters of a request.
 
-    sampling is the wire's; other fields repeat of it what the router itself looks at. prompt_field
-    is what the prompt came in, for errors. max_tokens None: default_max_tokens, or as many as fit
-    where these are fewer or None. stop_by_token_id has the stop strings that are exactly a control
-    token. num_logprobs None: no log probabilities; otherwise each token's own and that many
-    alternatives. is_calls_deadline: the deadline is the gRPC call's own, so the caller expects its
-    status.
+    sampling is the message of the wire; other fields repeat the parts that the router looks at.
+    prompt_field names the field that held the prompt, for errors. max_tokens None:
+    default_max_tokens, or as many as fit where these are fewer or None. stop_by_token_id has the
+    stop strings that are exactly a control token. num_logprobs None: no log probabilities;
+    otherwise those of each token and of that many alternatives. is_calls_deadline: the deadline is
+    the gRPC call's own, so the caller expects its status.
     """
 
     request_id: str
@@ -101,9 +101,10 @@ class Spec:
 
 
 class ClientCompletion:
-    """One of a request's n generations.
+    """One of a request's n completions.
 
-    key is for life; handle is new with each dispatch, so that news of an older one is no news.
+    key stays the same for the completion's life. handle is new with each dispatch, so that updates
+    for an older dispatch are recognized and skipped.
     """
 
     __slots__ = (
@@ -121,7 +122,7 @@ class ClientCompletion:
         self.index = index
         self.key = key
         self.handle = 0
-        self.priority = spec.priority  # as it is sent
+        self.priority = spec.priority  # as sent to the scheduler, aged
         self.request_id = spec.request_id if spec.n == 1 else f"{spec.request_id}#{index}"
         self.text = text
         self.epoch = 1
@@ -132,7 +133,7 @@ class ClientCompletion:
         self.num_dispatches = 0
         self.num_cached_tokens = 0
         self.token_ids = array("i")  # everything generated, over all epochs
-        self.max_unread_tokens = 0  # the dispatcher's
+        self.max_unread_tokens = 0  # set by the dispatcher
         self.num_streamed = 0  # how many of token_ids the stream has taken
         self.has_echoed = False
         self.logprobs: list[bytes] = []  # encoded, one for each token not yet taken by the stream
@@ -168,23 +169,23 @@ class ClientCompletion:
 
     @property
     def worker_id(self) -> str:
-        """The worker that it was last sent to; "" before."""
+        """The worker that the completion was last sent to; "" before its first dispatch."""
         return self.sent.worker.worker_id if self.sent else ""
 
     @property
     def num_tokens(self) -> int:
-        """Prompt and generated."""
+        """Prompt and generated tokens."""
         return len(self.request.prompt_token_ids) + len(self.token_ids)
 
     @property
     def num_unread(self) -> int:
-        """Tokens that its client has not been sent yet."""
+        """Tokens that were not sent to the client yet."""
         return len(self.token_ids) - self.num_streamed
 
 
 @dataclass(slots=True)
 class Timeline:
-    """When things happened, on the router's monotonic clock."""
+    """Times of a request's events, on the router's monotonic clock."""
 
     arrived: float
     admitted: float | None = None
@@ -194,7 +195,7 @@ class Timeline:
 
 @dataclass(slots=True, eq=False)
 class ClientRequest:
-    """A live request; error is set when it failed as a whole. Deadline is monotonic."""
+    """A live request; error is set when the whole request failed. deadline is monotonic."""
 
     spec: Spec
     prompt_token_ids: Int32Array
@@ -228,23 +229,23 @@ class ClientRequest:
         return sum(len(completion.token_ids) for completion in self.completions)
 
     def wake(self) -> None:
-        """Tell the stream that something has come."""
+        """Tell the stream that tokens or an end have arrived."""
         self._has_news = True
         if self._waiter is not None and not self._is_due:
             self._is_due = True
             self.waker.add(self)
 
     def deliver(self) -> None:
-        """Let the stream go on; only the waker calls this."""
+        """Let the stream continue; only the waker calls this."""
         self._is_due = False
         if self._waiter is not None and not self._waiter.done():
             self._waiter.set_result(None)
 
     async def news(self) -> None:
-        """Wait until something has come since the last call; one waiter at a time."""
+        """Wait until tokens or an end have arrived since the last call; one waiter at a time."""
         self._waiter = asyncio.get_running_loop().create_future()
         if self._has_news:
-            # In turn all the same: a stream that never has to wait would keep others waiting.
+            # The stream takes its turn all the same, so that a busy stream does not starve others.
             self.wake()
         try:
             await self._waiter
@@ -255,7 +256,7 @@ class ClientRequest:
 
 @dataclass(frozen=True, slots=True)
 class Admitted:
-    """A scheduler gave a completion KV blocks for the first time."""
+    """A scheduler admitted a completion (gave it KV blocks) for the first time."""
 
     handle: int
     num_cached_tokens: int
@@ -276,7 +277,7 @@ class Logprobs:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class StepOutputs:
-    """What one step brought for this router: columns over the completions that got tokens."""
+    """One step's outputs for this router: columns over the completions that got tokens."""
 
     handles: Sequence[int]  # [num_completions]
     num_new_tokens: Sequence[int]  # [num_completions]
@@ -290,7 +291,7 @@ class StepOutputs:
 
 @dataclass(frozen=True, slots=True)
 class Refusal:
-    """A scheduler did not take a completion; reason is the protocol's."""
+    """A scheduler refused a completion; reason is the protocol's."""
 
     handle: int
     reason: str
@@ -298,21 +299,21 @@ class Refusal:
 
 
 class SchedulerLink(Protocol):
-    """A connected scheduler, as the router uses it. Calls return at once; order is kept."""
+    """The connection to a scheduler. Calls return at once, and messages keep their order."""
 
     @property
     def name(self) -> str:
-        """Its address; stable."""
+        """The scheduler's address; stable."""
         ...
 
     def submit(self, completion: ClientCompletion) -> None:
-        """Send a completion to its worker, under its handle and epoch."""
+        """Send a completion to its worker, under the completion's handle and epoch."""
         ...
 
     def cancel(self, completion: ClientCompletion, reason: CancelReason) -> None:
-        """End a completion that was submitted, under its handle."""
+        """Cancel a submitted completion."""
         ...
 
     def set_paused(self, handle: int, *, is_paused: bool) -> None:
-        """Set aside what was sent under the handle, or let it go on."""
+        """Pause the completion that was sent under the handle, or let it continue."""
         ...

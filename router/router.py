@@ -1,7 +1,7 @@
-"""Every live request of this process: letting it in, ending it, cleaning up after it.
+"""Every live request of this process: admitting, ending and cleaning up.
 
-Everything here runs on the event loop without awaiting, so each call sees and leaves a whole
-state. Where its completions are is the Dispatcher's; text is not touched here, see `stream`.
+Everything here runs on the event loop without awaiting, so each call sees and leaves a consistent
+state. The Dispatcher knows where completions are; text is made elsewhere (see `stream`).
 """
 
 import asyncio
@@ -45,7 +45,7 @@ _MAX_REMEMBERED = 20_000
 
 @dataclass(slots=True, eq=False)
 class Reservation:
-    """A request id in use since its caller came; request is None while its prompt is being read."""
+    """A request id in use since the call arrived; request is None until the prompt is tokenized."""
 
     request_id: str
     tenant: str
@@ -77,7 +77,7 @@ class Router:
             wall_clock=wall_clock,
         )
         self.is_draining = False
-        # Of requests that were let in, how many ended how; the rest of num_accepted is live.
+        # Admitted requests, and how many of them ended in which way; the difference is live.
         self.num_accepted = 0
         self.num_ended: Counter[FinishReason] = Counter()
         self._shares_prefixes = rules.share_prefix_cache_across_tenants
@@ -134,7 +134,7 @@ class Router:
 
     @contextlib.contextmanager
     def reserve(self, request_id: str, tenant: str) -> Iterator[Reservation]:
-        """Hold an id and a permit for as long as a caller is answered, and clean up after it."""
+        """Hold an id and a permit while a caller is answered, and clean up after the call."""
         if self.is_draining:
             raise outcomes.draining()
         if request_id in self._reservations:
@@ -156,14 +156,14 @@ class Router:
                 self._idle.set()
 
     def max_prompt_tokens(self, model: str) -> int:
-        """No worker that is ready takes a longer prompt; 0 while none is ready."""
+        """The longest prompt that a ready worker takes; 0 while none is ready."""
         capacities = self.pool.capacities(model, self._clock())
         return max((capacity.num_tokens for capacity in capacities), default=0)
 
     def check(self, spec: Spec, least_tokens: int) -> None:
-        """Raise if a request cannot be let in, whose prompt has so many tokens or more.
+        """Raise if a request cannot be admitted whose prompt has at least so many tokens.
 
-        Called before the prompt is read: what is hopeless is refused before it costs anything.
+        Called before the prompt is tokenized: a hopeless request is refused before it costs CPU.
         """
         self._gate.check(spec, least_tokens, self._deadline(spec), is_read=False)
 
@@ -175,7 +175,7 @@ class Router:
         prompt_text: str,
         tokenizer: TextTokenizer,
     ) -> ClientRequest:
-        """Let a request in, or raise the ServiceError that says why not.
+        """Admit and queue a request, or raise the ServiceError that says why not.
 
         prompt_text is what an echo shows. The deadline in spec is on the wall clock.
         """
@@ -198,7 +198,7 @@ class Router:
             prefix=prefix_of(prompt_token_ids, cache_salt),
             deadline=deadline,
         )
-        # All that can fail comes before the request is registered.
+        # Everything that can fail comes before the request is registered.
         automaton = StopStrings(spec.stop) if spec.stop else None
         for index in range(spec.n):
             text = _completion_text(request, tokenizer, automaton)
@@ -217,7 +217,7 @@ class Router:
         return request
 
     def abort(self, request_id: str) -> bool | None:
-        """End a request for its caller; False: it had ended, None: it is not known here."""
+        """Abort a request; False: the request had ended, None: this router does not know the id."""
         reservation = self._reservations.get(request_id)
         if reservation is None:
             return False if request_id in self._owner_by_ended_id else None
@@ -231,20 +231,20 @@ class Router:
         return True
 
     def abort_tenant(self, tenant: str) -> list[str]:
-        """End every live request of a tenant; returns their ids."""
+        """Abort every live request of a tenant; returns their ids."""
         of_tenant = [r.request_id for r in self._reservations.values() if r.tenant == tenant]
         return [request_id for request_id in of_tenant if self.abort(request_id)]
 
     def abort_all(self) -> None:
-        """End every live request."""
+        """Abort every live request."""
         for request_id in list(self._reservations):
             self.abort(request_id)
 
     def expire(self) -> float | None:
-        """End what is late, or paused for too long.
+        """End the requests whose deadline has passed, or that were paused for too long.
 
         Returns:
-            Seconds until the next one is; None if there is none.
+            Seconds until the next request is due; None if there is none.
         """
         now = self._clock()
         due = self._deadlines.pop_through(now)
@@ -297,7 +297,7 @@ class Router:
         await self._idle.wait()
 
     def _deadline(self, spec: Spec) -> float | None:
-        """On the monotonic clock."""
+        """The deadline on the monotonic clock."""
         if spec.deadline_unix_s is None:
             return None
         return self._clock() + (spec.deadline_unix_s - self._wall_clock())
@@ -307,7 +307,7 @@ class Router:
         self._apply(self._dispatcher.dispatch())
 
     def _apply(self, found: Sequence[Outcome]) -> None:
-        """Apply what became of completions to their requests, and dispatch what has room then."""
+        """Apply what became of completions to their requests, and dispatch into freed credit."""
         while found:
             for outcome in found:
                 match outcome:
@@ -339,12 +339,12 @@ class Router:
         request.wake()
 
     def _fail(self, request: ClientRequest, error: ServiceError) -> None:
-        """One completion's failure is its request's: n are served all or none."""
+        """Fail the whole request: its n completions are served all or none."""
         request.error = request.error or error
         self._end_all(request, CompletionFinish(FinishReason.ERROR, message=error.message))
 
     def _close(self, request: ClientRequest) -> None:
-        """Its caller is answered, or gone."""
+        """Forget a request whose caller is answered or gone."""
         if not request.is_finished:
             is_late = request.deadline is not None and request.deadline <= self._clock()
             reason = FinishReason.DEADLINE if is_late else FinishReason.ABORTED
@@ -365,14 +365,14 @@ class Router:
 
 
 def _ending(request: ClientRequest) -> FinishReason:
-    """How a finished request counts: as failed, or as its first completion ended."""
+    """How a finished request is counted: as failed, or by its first completion."""
     finish = request.completions[0].finish
     assert finish is not None, "a request is closed when it has ended"
     return FinishReason.ERROR if request.error is not None else finish.reason
 
 
 def _scheduler_of(request: ClientRequest | None) -> str:
-    """The scheduler that last had a completion of it; "" if none did."""
+    """The scheduler that last had a completion of the request; "" if none did."""
     links = [c.link for c in request.completions if c.link is not None] if request else []
     return links[0].name if links else ""
 
@@ -384,7 +384,7 @@ def _completion_text(
     scanner = None
     if automaton is not None:
         scanner = StopScanner(automaton, includes_stop=spec.include_stop_str_in_output)
-    # Only the prompt's end matters to what follows it.
+    # Only the end of the prompt matters to the text that follows.
     prompt_end = request.prompt_token_ids[-64:].tolist()
     return CompletionText(
         tokenizer.detokenizer(prompt_end, keep_special_tokens=spec.keep_special_tokens),

@@ -1,4 +1,4 @@
-"""The router's rules as plain values: who may have how much, and in what order they go."""
+"""The router's rules as plain values: limits of requests and tenants, and the order of dispatch."""
 
 from collections.abc import Mapping
 from dataclasses import dataclass, field
@@ -13,7 +13,7 @@ from router.core.policies import Policy, make_order
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Rules:
-    """tenant_limits hold for each tenant that has none of its own in limits_by_tenant."""
+    """tenant_limits hold for each tenant that has none in limits_by_tenant."""
 
     limits: Limits = field(default_factory=Limits)
     tenant_limits: TenantLimits = field(default_factory=TenantLimits)
@@ -25,7 +25,7 @@ class Rules:
     share_prefix_cache_across_tenants: bool = False
 
     def make_line(self) -> Line[Any]:
-        """An empty line of requests that wait for one model."""
+        """An empty line for the requests of one model."""
         shares = FairShare(
             {tenant: limits.weight for tenant, limits in self.limits_by_tenant.items()},
             default_weight=self.tenant_limits.weight,

@@ -1,7 +1,7 @@
-"""What the router writes to the status store: QUEUED, DISPATCHED, and ends before a dispatch.
+"""The router's records in the status store: QUEUED, DISPATCHED, and ends in the queue.
 
-Writing never waits: the store's own task sends records in batches. Scheduler and router write on
-their own connections; the epoch and the store's transition table put them in order.
+Recording never waits: the store's own task writes in batches. Scheduler and router write on their
+own connections; the epoch and the store's transition table put the records in order.
 """
 
 from collections.abc import Callable
@@ -18,23 +18,23 @@ _STATE_BY_REASON = {
 
 
 class StatusLog:
-    """A router's part of each request's status. No call waits or fails."""
+    """Records the router's part of each request's status. No call waits or fails."""
 
     def __init__(
         self, store: StatusStore, router_id: str, *, wall_clock: Callable[[], float]
     ) -> None:
-        """wall_clock is seconds since the epoch. The store stays the caller's."""
+        """wall_clock is seconds since the epoch. The caller closes the store."""
         self._store = store
         self._router_id = router_id
         self._wall_clock = wall_clock
 
     @property
     def is_durable(self) -> bool:
-        """Whether what was written lately has reached a store."""
+        """Whether the last records have reached a store."""
         return self._store.is_durable
 
     def queued(self, completion: ClientCompletion) -> None:
-        """It waits here, for the first time or again."""
+        """The completion waits in the router, for the first time or again."""
         request = completion.request
         self._record(
             completion,
@@ -47,16 +47,16 @@ class StatusLog:
         )
 
     def dispatched(self, completion: ClientCompletion) -> None:
-        """It was sent to a scheduler."""
+        """The completion was sent to a scheduler."""
         self._record(completion, State.DISPATCHED, worker_id=completion.worker_id)
 
     def ended_waiting(self, completion: ClientCompletion, finish: CompletionFinish) -> None:
-        """It ended while it waited here."""
+        """The completion ended while it waited in the router."""
         state = _STATE_BY_REASON.get(finish.reason, State.ABORTED)
         self._record(completion, state, detail=finish.message or f"{finish.reason.name} in queue")
 
     def rejected(self, spec: Spec, num_prompt_tokens: int, detail: str) -> None:
-        """It was never let in."""
+        """The request was not admitted."""
         now = self._wall_clock()
         self._store.record(
             Update(

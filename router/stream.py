@@ -1,9 +1,9 @@
-"""From what came in to what the client reads: deltas of text and tokens, built when it can read.
+"""The messages to a client: deltas of text and tokens, built when the client can read.
 
-The reader of a scheduler's stream only appends token ids. Text is made here, by the task that
-writes to the client, from everything that came since its last message: a client that reads
-slowly gets fewer and larger messages, and holds up nobody else. Only where there are stop strings
-is text made as tokens come (see `text.completion`).
+The reader of a scheduler's stream only appends token ids. The task that writes to the client turns
+them into text, all that arrived since its last message at once: a client that reads slowly gets
+fewer and larger messages, and delays no other client. Only the text of requests with stop strings
+is made as tokens arrive (see `text.completion`).
 """
 
 from collections.abc import AsyncGenerator, Sequence
@@ -20,7 +20,7 @@ _MAX_TOKENS_WITH_LOGPROBS = 4_096
 
 @dataclass(frozen=True, slots=True)
 class CompletionDelta:
-    """News of one completion; logprobs are encoded, one for each token or none at all."""
+    """New output of one completion; logprobs are encoded, one for each token or none at all."""
 
     index: int
     text: str
@@ -53,7 +53,7 @@ class Reply:
 
 @dataclass(frozen=True, slots=True)
 class RequestCost:
-    """What a request cost, for its trailing metadata; seconds."""
+    """What a request cost, for its trailing metadata; times in seconds."""
 
     queue_s: float
     prefill_s: float
@@ -65,7 +65,7 @@ class RequestCost:
 
 
 async def replies(request: ClientRequest, router: Router) -> AsyncGenerator[Reply]:
-    """Every message of a request, the last with usage; raises what it failed with."""
+    """Every message of a request, the last with usage; raises the request's error."""
     open_completions = list(request.completions)
     echo = request.prompt_text if request.spec.echo else ""
     first = request.completions[0]
@@ -88,12 +88,12 @@ async def replies(request: ClientRequest, router: Router) -> AsyncGenerator[Repl
     if request.error is not None:
         raise request.error
     if request.spec.is_calls_deadline and _is_late(request):
-        # The caller's own timer is about to say the same.
+        # The caller's own timer is about to report the same.
         raise outcomes.late(request.spec)
 
 
 def cost_of(request: ClientRequest, router: Router) -> RequestCost:
-    """Where a request's time went; what it did not reach took 0 s."""
+    """Where a request's time went; a stage that was not reached took 0 s."""
     timeline = request.timeline
     ended = timeline.ended or router.now()
     admitted = timeline.admitted or ended
@@ -110,7 +110,7 @@ def cost_of(request: ClientRequest, router: Router) -> RequestCost:
 
 
 def _take(completion: ClientCompletion, router: Router, echo: str) -> CompletionDelta | None:
-    """What came of a completion since the last time; None if nothing did."""
+    """A completion's output since the last call; None if there is none."""
     begin, finish = completion.num_streamed, completion.finish
     spec = completion.request.spec
     most = _MAX_TOKENS if spec.num_logprobs is None else _MAX_TOKENS_WITH_LOGPROBS
@@ -119,7 +119,7 @@ def _take(completion: ClientCompletion, router: Router, echo: str) -> Completion
     piece = completion.text.take(most // spec.n)
     end = begin + piece.num_tokens
     if end < len(completion.token_ids):
-        # The rest, and the end, are for the next message.
+        # The remaining tokens, and the end, go into the next message.
         finish = None
         completion.request.wake()
     if begin == end and finish is None:
@@ -139,7 +139,7 @@ def _take(completion: ClientCompletion, router: Router, echo: str) -> Completion
 
 
 def _read(completion: ClientCompletion, begin: int, end: int) -> None:
-    """Turn tokens to text, which nobody has done yet where there are no stop strings."""
+    """Turn a completion's tokens into text; with stop strings that was done on arrival."""
     finish = completion.finish
     token_ids = completion.token_ids[begin:end]
     if finish is None or end < len(completion.token_ids):
@@ -153,7 +153,7 @@ def _read(completion: ClientCompletion, begin: int, end: int) -> None:
 
 
 def _raise_if_nothing_came(request: ClientRequest) -> None:
-    """A request that failed or was late before it gave a token has an error and no output."""
+    """Raise for a request that failed or was late before its first token: it has no output."""
     if request.error is not None:
         raise request.error
     if _is_late(request):

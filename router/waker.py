@@ -1,12 +1,13 @@
-"""Who may write next, so that a busy router sends fewer, larger messages.
+"""The order in which client streams write, so that a busy router sends fewer, larger messages.
 
-A step has news for hundreds of streams. Woken all at once, they would all write before the next
-step is read; and written for every step, messages would take all the time there is. So streams
-are woken in rounds: in a round each has one turn, a few in each turn of the event loop. When one
-that had its turn waits for another before the round is over, steps come faster than they can be
-written: then there is a rest of REST times the round's length, at most MAX_REST_S, and what comes
-meanwhile joins a stream's next message. A router that keeps up never rests; one that does not
-spends a third of its time on writing, and keeps up with reading.
+A step has tokens for hundreds of streams. If all streams were woken at once, they would all write
+before the next step is read, and a message for every step would take all the CPU time. So streams
+are woken in rounds: each stream has one turn in a round, and a few streams are woken in each turn
+of the event loop. When a stream that had its turn has more tokens before the round is over, steps
+come faster than the router can write. Then the waker rests for REST times the round's length, at
+most MAX_REST_S, and the tokens that arrive meanwhile join a stream's next message. A router that
+keeps up never rests; a router that does not keep up spends a third of its time on writing, and
+keeps up with reading.
 """
 
 import asyncio
@@ -18,20 +19,20 @@ MAX_REST_S = 0.02
 
 
 class Sleeper(Protocol):
-    """A stream that waits for its turn; last_round is the waker's."""
+    """A stream that waits for its turn; only the waker sets last_round."""
 
     last_round: int
 
     def deliver(self) -> None:
-        """It is its turn."""
+        """Let the stream write: it has a turn."""
         ...
 
 
 class Waker:
-    """Owns the order of those that wait for their turn."""
+    """Owns the streams that wait for their turn, in order."""
 
     def __init__(self, *, batch: int = 8) -> None:
-        """batch is how many are woken in one turn of the event loop."""
+        """batch: streams woken in one turn of the event loop."""
         self._batch = batch
         self._round: deque[Sleeper] = deque()
         self._next: deque[Sleeper] = deque()
@@ -41,7 +42,7 @@ class Waker:
         self._began = 0.0
 
     def add(self, sleeper: Sleeper) -> None:
-        """Give it a turn in the next round."""
+        """Give a stream a turn in the next round."""
         self._next.append(sleeper)
         if sleeper.last_round == self._round_number:
             self._is_behind = True

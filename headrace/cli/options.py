@@ -105,7 +105,7 @@ _REQUEST = (
         default=0,
         help="Smaller is more urgent, where the server's policy looks at it.",
     ),
-    click.option("--tenant", default="", help="Who pays."),
+    click.option("--tenant", default="", help="The account to bill; tenants share fairly."),
     click.option("--deadline-s", type=float, help="Give up after this many seconds."),
     click.option("--cache-salt", default="", help="Keep the prompt's cache entries apart."),
     click.option("--keep-special-tokens", is_flag=True, help="Show tokens like <|im_end|>."),

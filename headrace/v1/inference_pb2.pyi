@@ -56,7 +56,9 @@ class GenerateRequest(_message.Message):
     requests of one tenant, under fcfs not at all; a scheduler only under policy priority.
     """
     tenant: _builtins.str
-    """Who pays. At most 64 characters; empty is the default tenant."""
+    """The account this request is billed to; fair queueing divides service between tenants. At most
+    64 characters; empty is the default tenant.
+    """
     cache_salt: _builtins.str
     """Requests of one tenant share cached prefixes if their salts are equal. At most 128 bytes.
     Requests of different tenants share none, unless the router is set to
@@ -569,7 +571,7 @@ class GetStatusResponse(_message.Message):
     epoch: _builtins.int
     """Raised by each re-dispatch, from 1."""
     tenant: _builtins.str
-    """Who pays."""
+    """The account that the request is billed to."""
     model: _builtins.str
     """Model name."""
     prompt_tokens: _builtins.int

@@ -155,7 +155,7 @@ class Submission(_message.Message):
     cache_salt: _builtins.str
     """Separates prefix-cache entries."""
     tenant: _builtins.str
-    """Who pays."""
+    """The account that the request is billed to."""
     traceparent: _builtins.str
     """W3C trace context; empty when the request is not traced."""
     @_builtins.property

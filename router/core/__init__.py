@@ -1,1 +1,1 @@
-"""What the router decides: who is let in, in what order they go, and where to."""
+"""What the router decides: admission, the order of dispatch, and placement."""

@@ -1,11 +1,11 @@
-"""Whether a request is let in, decided before anything of it is queued.
+"""Admission: whether a request is taken, decided before anything of the request is queued.
 
-First, before its prompt is even read, it needs a permit and its tenant's rate must allow it (see
-`permits`). Then, in this order: it must be servable by some ready worker (its model, its length
-against max_model_len and the KV pool), its deadline must lie ahead and be within reach, and there
-must be room in the queue, its tenant's and everybody's. That is decided twice: before the prompt
-is read, with the least number of tokens that it can have, so that what is hopeless costs nothing;
-and with what it has. Facts about queue and pool come in as arguments; refusals are values, and say
+A request needs a permit first, and the rate of its tenant must allow it (see `permits`). Then, in
+this order: some ready worker must be able to serve the request (model, length against max_model_len
+and KV pool); the deadline must lie ahead and be within reach; and the queue must have room, first
+for the tenant, then for all tenants. Admission decides twice: before the prompt is tokenized, with
+the least number of tokens that the prompt can have, so that a hopeless request costs nothing; and
+again with the real number. Facts about queue and pool are arguments. Refusals are values that say
 what to change or when to try again.
 """
 
@@ -38,14 +38,14 @@ class Reason(Enum):
 
 @dataclass(frozen=True, slots=True)
 class Admit:
-    """Let in; max_tokens is what was asked for, or all that the pool leaves room for."""
+    """The request is taken; max_tokens as requested, or all that the pool leaves room for."""
 
     max_tokens: int
 
 
 @dataclass(frozen=True, slots=True)
 class Reject:
-    """Never queued. retry_after_s is set where trying again later helps."""
+    """The request is never queued. retry_after_s is set where a later retry may succeed."""
 
     reason: Reason
     message: str
@@ -54,9 +54,9 @@ class Reject:
 
 @dataclass(frozen=True, slots=True)
 class Limits:
-    """What may be here: requests being answered (live), and completions and prompts that wait.
+    """Limits of the whole router: live requests, waiting completions and their prompt tokens.
 
-    0 is no limit. Each of n completions waits for itself.
+    0 is no limit. Each of a request's n completions counts as one that waits.
     """
 
     max_live_requests: int = 0
@@ -66,7 +66,7 @@ class Limits:
 
 @dataclass(frozen=True, slots=True)
 class TenantLimits:
-    """What one tenant may have here and how fast; 0 is no limit. weight is its fair share's."""
+    """Limits and rates of one tenant; 0 is no limit. weight is the tenant's fair share."""
 
     max_live_requests: int = 0
     max_queued_requests: int = 0
@@ -78,7 +78,7 @@ class TenantLimits:
 
 @dataclass(frozen=True, slots=True)
 class QueueLoad:
-    """What waits now: completions, and the tokens of their prompts."""
+    """Completions that wait now, and the tokens of their prompts."""
 
     num_requests: int
     num_tokens: int
@@ -109,9 +109,9 @@ class Capacity:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Ask:
-    """What of a request decides its admission; deadline is on the clock of `now`.
+    """The properties of a request that admission looks at; deadline is on the clock of `now`.
 
-    is_read: num_prompt_tokens is the prompt's, and not only a number that it is not below.
+    is_read: num_prompt_tokens is exact; otherwise the prompt has at least that many tokens.
     """
 
     num_prompt_tokens: int
@@ -124,7 +124,7 @@ class Ask:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Situation:
-    """What it finds: ready workers, who waits, and how fast the queue moves.
+    """The state that a request meets: ready workers, waiting requests, speed of the queue.
 
     predicted_wait_s is for a new request of this tenant. tokens_per_s is the measured rate at
     which prompts leave the queue; None: not known yet.
@@ -169,7 +169,7 @@ def decide(
 
 
 def fits(ask: Ask, capacities: Sequence[Capacity]) -> Admit | Reject:
-    """Whether some worker could serve it when empty; capacities has at least one."""
+    """Whether an empty worker could serve the request; there is at least one capacity."""
     best = max(capacities, key=lambda capacity: capacity.num_tokens)
     room = best.num_tokens - ask.num_prompt_tokens
     prompt = f"{'' if ask.is_read else 'at least '}{ask.num_prompt_tokens} tokens"
@@ -221,11 +221,11 @@ def _queue_is_full(
     reason: Reason,
     tokens_per_s: float | None,
 ) -> Reject | None:
-    """limits are requests and tokens."""
+    """Refuse a request that exceeds the limits (max_requests, max_tokens) of a load."""
     whose = "of this tenant " if reason is Reason.TENANT_QUEUE_FULL else ""
     max_requests, max_tokens = limits
     if max_requests and ask.num_completions > max_requests:
-        # No emptier queue will ever take it: trying again later would go on for ever.
+        # Even an empty queue cannot take the request, so a retry would never succeed.
         return Reject(
             Reason.TOO_MANY_COMPLETIONS,
             f"{ask.num_completions} completions never fit, {max_requests} {whose}may wait here; "
@@ -242,7 +242,7 @@ def _queue_is_full(
 
 
 def retry_after_s(load: QueueLoad, tokens_per_s: float | None) -> float:
-    """About when half of what waits will be gone; a guess of 1 s while the rate is not known."""
+    """When about half of the load will be served; 1 s while the rate is not known."""
     if not tokens_per_s:
         return 1.0
     return min(_MAX_RETRY_S, max(_MIN_RETRY_S, load.num_tokens / 2 / tokens_per_s))

@@ -1,20 +1,23 @@
 """Whether a worker has credit for a request.
 
-Credit is late binding's other half. A worker may hold max_num_seqs requests plus a small
-allowance that wait in its scheduler, so that the scheduler always has something to admit and its
-own queue and preemption do their work; the rest waits here, where it can still go elsewhere. A
-request that is sent counts at once, so a burst inside one load report cannot overshoot:
+A worker may hold max_num_seqs requests plus a small allowance that wait in its scheduler, so that
+the scheduler always has a request to admit. All others wait in the router, where they can still go
+to another worker. A request counts from the moment it is sent, so that a burst between two reports
+of a worker cannot overshoot:
 
-    slots  = max_num_seqs + waiting_allowance - (ours in flight + others', as last reported)
-    blocks = free blocks, as last reported - prompt blocks of ours that the report cannot show yet
+    slots  = max_num_seqs + waiting_allowance
+             - (requests of this router in flight + requests of other routers, as last reported)
+    blocks = free blocks, as last reported
+             - prompt blocks of this router's requests that the report cannot show yet
 
-A request needs a slot, and either its prompt's blocks or a place in the waiting allowance. Output
-blocks are not reserved: running out of them is what preemption is for.
+A request needs a slot, and either the blocks of its prompt or room in the waiting allowance. Output
+blocks are not reserved; the scheduler preempts when they run out.
 
-Where the scheduler displaces by priority, ours that are less urgent give way: for a more urgent
-request they count neither as slots taken nor as waiting before it. So it is sent although the
-slots are full, but never more than max_num_seqs beyond them, which is how many can give way. Those
-of other routers count as equally urgent, as nobody tells us.
+Where the scheduler displaces by priority, less urgent requests of this router give way to a more
+urgent request: they count neither as slots taken nor as waiting before the urgent request. So an
+urgent request is sent although the slots are full, but at most max_num_seqs beyond them, because
+that many requests can give way. Requests of other routers count as equally urgent: the reports do
+not tell their priorities.
 """
 
 from bisect import bisect_left, bisect_right, insort
@@ -43,7 +46,7 @@ class Role(Enum):
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class WorkerReport:
-    """What a scheduler says of a worker."""
+    """A worker's capacity and load, as its scheduler reports them."""
 
     worker_id: str
     incarnation: str
@@ -68,9 +71,9 @@ class WorkerReport:
 
 @dataclass(frozen=True, slots=True)
 class Load:
-    """What a request takes: all its tokens, those not cached there, and how urgent it is.
+    """What a request takes at a worker: all its tokens, and the tokens not cached there.
 
-    Smaller is more urgent.
+    A smaller urgency is more urgent.
     """
 
     num_tokens: int
@@ -79,10 +82,10 @@ class Load:
 
 
 class Credit:
-    """A worker's last report, and what we have sent there since; sums are over ours in flight."""
+    """A worker's last report and the requests that this router has in flight there."""
 
     def __init__(self, report: WorkerReport, waiting_allowance: int) -> None:
-        """waiting_allowance requests may wait in the scheduler."""
+        """waiting_allowance: requests that may wait in the scheduler."""
         self.report = report
         self.is_refusing = False
         self.num_waiting_tokens = 0
@@ -112,7 +115,7 @@ class Credit:
         self.report = report
         self.is_refusing = False
         self._num_blocks_not_reported = 0
-        # Requests in the report that are not ours came through other routers.
+        # The other requests in the report came through other routers.
         self._num_others = max(0, report.num_running + report.num_waiting - self.num_in_flight)
 
     def allows(self, num_tokens: int, urgency: int = 0) -> bool:
@@ -133,31 +136,31 @@ class Credit:
         )
 
     def take(self, load: Load) -> None:
-        """A request was sent."""
+        """Count a request that was sent."""
         insort(self._urgencies, load.urgency)
         self._wait(load, 1)
 
     def admitted(self, load: Load) -> None:
-        """The scheduler gave it KV blocks; its next report will show that."""
+        """The scheduler gave the request KV blocks; its next report will show that."""
         self._wait(load, -1)
         self._num_blocks_not_reported += self._num_blocks(load.num_tokens)
 
     def pause(self, load: Load) -> None:
-        """An admitted one was set aside: it takes no slot until it goes on."""
+        """An admitted request was paused: it takes no slot until it continues."""
         _remove(self._urgencies, load.urgency)
 
     def go_on(self, load: Load) -> None:
-        """It wants a slot again, whether or not one is free."""
+        """A paused request takes a slot again, whether or not a slot is free."""
         insort(self._urgencies, load.urgency)
 
     def give_back(self, load: Load, *, was_admitted: bool) -> None:
-        """It is there no more."""
+        """The request has left the worker."""
         _remove(self._urgencies, load.urgency)
         if not was_admitted:
             self._wait(load, -1)
 
     def _gives_way(self, urgency: int) -> bool:
-        """Whether one of ours there would give way to it."""
+        """Whether a request of this router would give way to a request of this urgency."""
         is_more_urgent = bool(self._urgencies) and self._urgencies[-1] > urgency
         return is_more_urgent and self.report.displaces_by_priority
 

@@ -1,21 +1,21 @@
-"""Whose turn it is: token-cost fair sharing between tenants, by virtual token counters.
+"""Which tenant is next: token-cost fair sharing between tenants, by virtual token counters.
 
 Each tenant has a counter of the service it got, in virtual tokens: a prompt token costs 1 when it
 is dispatched, an output token costs output_price when it is served, both divided by the tenant's
-weight. The tenant with the smallest counter among those that wait goes next. A tenant that begins
-to wait after a pause is lifted to the smallest counter of those that wait, so that idle time
+weight. Of the tenants that wait, the tenant with the smallest counter is next. A tenant that begins
+to wait after an idle time is lifted to the smallest counter of those that wait, so that idle time
 cannot be saved up. This is the Virtual Token Counter of Sheng et al., "Fairness in Serving Large
 Language Models" (OSDI 2024), with weights.
 
-The bound. Whoever is chosen has the smaller counter at that moment; from then on it can run ahead
-only by what that request's prompt is charged and what its requests in flight still produce. So at
-any time at which two tenants both wait, with P the longest prompt of a tenant and Q the output
-tokens that its requests in flight may still have had at its last turn,
+The bound. The chosen tenant has the smallest counter at that moment. From then on its counter can
+run ahead only by the prompt of the chosen request and by the output that its requests in flight
+still produce. So at any time at which two tenants both wait, with P the longest prompt of a tenant
+and Q the output tokens that its requests in flight could still produce at its last turn,
 
     counter_a - counter_b  <=  (P_a + output_price * Q_a) / weight_a
 
-whatever the sizes of their requests: a tenant of 30,000-token prompts gets one of them for every
-30,000 tokens of a neighbour with small prompts. Cached prompt tokens cost as much as others.
+whatever the sizes of their requests: a tenant of 30,000-token prompts gets one prompt served for
+every 30,000 tokens of a tenant with small prompts. Cached prompt tokens cost as much as others.
 """
 
 from collections.abc import Mapping
@@ -47,7 +47,7 @@ class Account:
 
 
 class FairShare:
-    """Accounts by tenant, and the order among those that wait; the caller is the only writer."""
+    """Accounts by tenant, and the order of the tenants that wait; the caller is the only writer."""
 
     def __init__(
         self,
@@ -97,13 +97,13 @@ class FairShare:
             self._floor = min(self._floor, self._smallest())
 
     def next(self) -> str | None:
-        """The tenant whose turn it is; None when nobody waits."""
+        """The tenant to serve next; None when no tenant waits."""
         account = self._next()
         return None if account is None else account.tenant
 
     def pass_over(self, tenant: str) -> None:
-        """Leave the tenant whose turn it is out of `next` until `put_back`."""
-        assert self.next() == tenant, f"it is not the turn of {tenant!r}"
+        """Skip the next tenant until `put_back`."""
+        assert self.next() == tenant, f"{tenant!r} is not next"
         self._waiting.pass_over()
 
     def put_back(self) -> None:
@@ -127,7 +127,10 @@ class FairShare:
         return min((account.virtual_tokens for account in waiting), default=self._floor)
 
     def _close_idle_accounts(self) -> None:
-        """Forget those that would be lifted to the floor anyway, then those least ahead of it."""
+        """Forget idle accounts, those with the smallest counters first.
+
+        An account at or below the floor loses nothing: it would be lifted to the floor anyway.
+        """
         accounts = self._account_by_tenant.values()
         idle = [account for account in accounts if account.tenant not in self._waiting]
         idle.sort(key=lambda account: account.virtual_tokens)

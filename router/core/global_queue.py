@@ -1,7 +1,7 @@
-"""Everything that waits here, in a line for each model.
+"""All waiting requests, in a line for each model.
 
-Models have workers of their own, so nobody waits for another model's: each has its own order and
-its own shares of tenants. What may wait is limited over all lines together.
+Each model has its own workers, so requests never wait for workers of another model: each line has
+its own order and its own shares of tenants. Limits hold over all lines together.
 """
 
 from collections.abc import Callable, Iterator
@@ -15,10 +15,10 @@ T = TypeVar("T")
 
 
 class GlobalQueue(Generic[T]):
-    """The lines by model; the caller is its only writer."""
+    """The lines by model; the caller is the only writer."""
 
     def __init__(self, make_line: Callable[[], Line[T]]) -> None:
-        """make_line makes the line of a model that is asked for first."""
+        """make_line makes the empty line of a model that is used for the first time."""
         self._make_line = make_line
         self._line_by_model: dict[str, Line[T]] = {}
 
@@ -26,7 +26,7 @@ class GlobalQueue(Generic[T]):
         return sum(map(len, self._line_by_model.values()))
 
     def __iter__(self) -> Iterator[T]:
-        """What waits, in no particular order."""
+        """The waiting requests, in no particular order."""
         return (item for line in self._line_by_model.values() for item in line)
 
     @property
@@ -35,7 +35,7 @@ class GlobalQueue(Generic[T]):
         return list(self._line_by_model.items())
 
     def line(self, model: str) -> Line[T]:
-        """Who waits for a model."""
+        """The line of a model."""
         line = self._line_by_model.get(model)
         if line is None:
             line = self._line_by_model[model] = self._make_line()
@@ -43,19 +43,19 @@ class GlobalQueue(Generic[T]):
 
     @property
     def load(self) -> QueueLoad:
-        """What waits, of all tenants."""
+        """The load of all tenants."""
         lines = self._line_by_model.values()
         return QueueLoad(len(self), sum(line.num_tokens for line in lines))
 
     def load_of(self, tenant: str) -> QueueLoad:
-        """What waits of one tenant."""
+        """The load of one tenant."""
         loads = [line.load_of(tenant) for line in self._line_by_model.values()]
         return QueueLoad(sum(x.num_requests for x in loads), sum(x.num_tokens for x in loads))
 
     def push(self, entry: QueueEntry[T]) -> None:
-        """Let it wait; its key must not be waiting already."""
+        """Queue a request; its key must not be queued already."""
         self.line(entry.model).push(entry)
 
     def remove(self, key: int) -> bool:
-        """Take it out, wherever it stands; False if it does not wait."""
+        """Remove a request from its line; False if it is not queued."""
         return any(line.remove(key) for line in self._line_by_model.values())

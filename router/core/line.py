@@ -19,7 +19,7 @@ _NO_LOAD = QueueLoad(0, 0)
 
 
 class Line(Generic[T]):
-    """Waiting requests by key; the caller is its only writer."""
+    """Waiting requests by key; the caller is the only writer."""
 
     def __init__(self, order: Order, shares: FairShare | None = None) -> None:
         """shares decides between tenants where they take turns."""
@@ -36,36 +36,36 @@ class Line(Generic[T]):
         return len(self._entry_by_key)
 
     def __iter__(self) -> Iterator[T]:
-        """What waits, in no particular order."""
+        """The waiting requests, in no particular order."""
         return (entry.item for entry in self._entry_by_key.values())
 
     @property
     def load(self) -> QueueLoad:
-        """What waits, over all tenants."""
+        """The load of all tenants."""
         return QueueLoad(len(self._entry_by_key), self.num_tokens)
 
     def load_of(self, tenant: str) -> QueueLoad:
-        """What waits of one tenant."""
+        """The load of one tenant."""
         return self._load_by_tenant.get(tenant, _NO_LOAD)
 
     def tokens_ahead(self, tenant: str) -> int:
-        """Prompt tokens served before a new request of the tenant, at most; 0: nobody can tell."""
+        """Prompt tokens served before a new request of the tenant, at most; 0 if unknown."""
         return self._order.tokens_ahead(self.load, self.load_of(tenant), len(self._load_by_tenant))
 
     def urgency(self, priority: int, waited_s: float) -> int | None:
-        """The priority of a request that has waited so long; None: it does not count."""
+        """The priority of a request that has waited so long; None: priorities do not count."""
         return self._order.urgency(priority, waited_s)
 
     def push(self, entry: QueueEntry[T]) -> None:
-        """Let it wait; its key must not be waiting already."""
-        assert entry.key not in self._entry_by_key, f"{entry.key} waits already"
+        """Queue a request; its key must not be queued already."""
+        assert entry.key not in self._entry_by_key, f"{entry.key} is queued already"
         self._entry_by_key[entry.key] = entry
         self._count(entry, 1)
         heap = self._heaps.setdefault(self._heap_of(entry), LazyHeap())
         heap.push(entry.key, (self._order.rank(entry), entry.order), entry)
 
     def peek(self) -> T | None:
-        """The next one, left in its place; None when nothing waits that was not passed over."""
+        """The next request, left in the line; None when all that wait were passed over."""
         if not self._order.takes_turns:
             return self._head_of("")
         while (tenant := self.shares.next()) is not None:
@@ -75,7 +75,7 @@ class Line(Generic[T]):
         return None
 
     def pass_over(self) -> None:
-        """Leave the one at the head out of the order until `put_back`."""
+        """Skip the request at the head until `put_back`."""
         name = self.shares.next() if self._order.takes_turns else ""
         assert name is not None, "a tenant with a waiting request has a turn"
         self._heaps[name].pass_over()
@@ -89,7 +89,7 @@ class Line(Generic[T]):
         self.shares.put_back()
 
     def remove(self, key: int) -> bool:
-        """Take it out, wherever it stands; False if it does not wait."""
+        """Remove a request; False if it is not queued."""
         entry = self._entry_by_key.pop(key, None)
         if entry is None:
             return False
@@ -106,7 +106,7 @@ class Line(Generic[T]):
         return None if head is None else head.item.item
 
     def _count(self, entry: QueueEntry[T], sign: int) -> None:
-        """Add the entry to its tenant's load, or take it out; an empty load is forgotten."""
+        """Add the entry to its tenant's load (sign 1) or subtract the entry (sign -1)."""
         tenant = entry.tenant
         before = self._load_by_tenant.get(tenant)
         old = before or _NO_LOAD

@@ -1,15 +1,16 @@
-"""When something whose client does not read is paused, goes on, or is given up.
+"""When a completion whose client does not read is paused, continued or ended.
 
-It is paused when more than max_unread_tokens wait for the client, and goes on when half of them
-are read: in between nothing changes, so that it does not go back and forth with every message.
-What was on its way when it was paused still comes. That is a few steps' worth; much more means
-that nobody heeds the pause, and then it is given up, as it is when it has been paused for
-max_pause_s in one go. So never more than twice the limit, and a little, waits for one client.
+A completion is paused when more than max_unread_tokens wait for its client, and continues when half
+of them are read. In between nothing changes, so that a completion does not alternate with every
+message. Tokens that were on their way when the pause began still come, which is a few steps' worth.
+Many more mean that the scheduler ignores the pause; then the completion is ended, as it is after
+max_pause_s of one pause. So at most a little more than twice the limit waits for one client.
+
 Tokens are counted for their memory: a token takes 4 bytes, and about 250 bytes with the log
 probabilities of twenty alternatives, so with log probabilities the limit is lower. Among many
 streams, too: a limit is divided by the crowd, which is 1 until all streams together could hold more
-than max_unread_tokens_in_all. The crowd decides when one is paused, and not when it is given up:
-nobody is, for others having come.
+than max_unread_tokens_in_all. The crowd decides when a completion is paused, not when it is ended:
+no completion is ended because others arrived.
 """
 
 from dataclasses import dataclass
@@ -23,12 +24,12 @@ _TOKEN_BYTES = 4
 # A token's log probability in the form in which it waits, and each alternative's in it.
 _LOGPROB_BYTES = 60
 _ALTERNATIVE_BYTES = 9
-# On their way when a small limit was exceeded, at most: a few steps, drafts included.
+# Tokens that a few steps, drafts included, may still bring after a pause began.
 _MAX_TOKENS_ON_THEIR_WAY = 1024
 
 
 class PauseVerdict(Enum):
-    """What becomes of something, much of which is unread."""
+    """What happens to a completion with unread tokens."""
 
     GO_ON = "GO_ON"
     PAUSE = "PAUSE"
@@ -76,33 +77,33 @@ class UnreadLimits:
 
     @staticmethod
     def may_go_on(num_unread: int, limit: int, crowd: int = 1) -> bool:
-        """Whether enough has been read of something that is paused."""
+        """Whether the client of a paused completion has read enough."""
         return num_unread <= limit // crowd // 2
 
 
 class Pauses(Generic[T]):
-    """What is paused, by key, and since when; the caller is the only writer."""
+    """Paused completions by key, and since when; the caller is the only writer."""
 
     def __init__(self, max_pause_s: float) -> None:
         self._max_pause_s = max_pause_s
-        # All may last equally long, so the first to begin is the first to be over.
+        # All pauses may last equally long, so they are overdue in the order in which they began.
         self._began_by_key: dict[int, tuple[float, T]] = {}
 
     def __len__(self) -> int:
         return len(self._began_by_key)
 
     def begin(self, key: int, item: T, now: float) -> None:
-        """It is paused; it must not be already. Times only grow."""
+        """Begin a pause; the key must not be paused. Times only grow."""
         assert key not in self._began_by_key, f"{key} is paused already"
         self._began_by_key[key] = (now, item)
 
     def end(self, key: int, now: float) -> float:
-        """It is paused no more; for how many seconds it was, 0 if it was not."""
+        """End a pause; returns how many seconds it lasted, 0 if there was none."""
         entry = self._began_by_key.pop(key, None)
         return 0.0 if entry is None else now - entry[0]
 
     def due(self, now: float) -> list[T]:
-        """What has been paused for too long; it stays paused until `end`."""
+        """The items paused for too long; they stay paused until `end`."""
         found = []
         for began, item in self._began_by_key.values():
             if began + self._max_pause_s > now:
@@ -111,7 +112,7 @@ class Pauses(Generic[T]):
         return found
 
     def next(self) -> float | None:
-        """When the next one will have been paused for too long."""
+        """When the next item will have been paused for too long."""
         for began, _ in self._began_by_key.values():
             return began + self._max_pause_s
         return None

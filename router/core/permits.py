@@ -1,10 +1,11 @@
-"""Permits: how many requests are being answered at once, and how fast tenants may send.
+"""Permits: how many requests are answered at once, and how fast tenants may send.
 
-A permit is taken before a prompt is read and held until its caller is answered or gone, so there
-are never more than the limit, waiting or running. Rates are token buckets that hold one minute's
-worth. A request costs 1 of the request bucket; of the token bucket it costs its prompt when it is
-let in and its output when it ends. That may leave a debt, and nothing is let in until it is paid:
-so the rate holds over time without knowing outputs beforehand.
+A permit is taken before a prompt is tokenized and held until the caller is answered or gone, so
+that never more requests than the limit are live, waiting or running. Rates are token buckets that
+hold one minute's worth. A request costs 1 of its tenant's request bucket. Of the token bucket it
+costs its prompt tokens when it is admitted and its output tokens when it ends. That may leave a
+debt, and the tenant's next request is refused until the debt is paid: so the rate holds over time
+although outputs are not known beforehand.
 """
 
 from collections.abc import Mapping
@@ -15,7 +16,7 @@ _MAX_IDLE_TENANTS = 10_000
 
 
 class Bucket:
-    """Fills at per_minute / 60 a second up to per_minute; can be in debt."""
+    """A token bucket: gains per_minute / 60 a second up to per_minute, and can be in debt."""
 
     __slots__ = ("_filled_at", "_level", "_per_minute")
 
@@ -25,18 +26,18 @@ class Bucket:
         self._filled_at = now
 
     def wait_s(self, num: float, now: float) -> float:
-        """Seconds until `num` may be spent; 0 is now. More than a whole bucket never waits for."""
+        """Seconds until `num`, or a whole bucket where that is less, may be spent; 0 is now."""
         self._fill(now)
         missing = min(num, self._per_minute) - self._level
         return max(0.0, missing * 60.0 / self._per_minute)
 
     def spend(self, num: float, now: float) -> None:
-        """Take it out, into debt if need be."""
+        """Take `num` out, into debt if need be."""
         self._fill(now)
         self._level -= num
 
     def is_full(self, now: float) -> bool:
-        """Whether it is as good as new."""
+        """Whether the bucket is in the state of a new one."""
         self._fill(now)
         return self._level >= self._per_minute
 
@@ -63,7 +64,7 @@ class _Tenant:
 
 
 class Permits:
-    """Counts who is here; the caller is its only writer."""
+    """Counts live requests by tenant; the caller is the only writer."""
 
     def __init__(
         self,
@@ -71,7 +72,7 @@ class Permits:
         tenant_limits: TenantLimits,
         limits_by_tenant: Mapping[str, TenantLimits] | None = None,
     ) -> None:
-        """tenant_limits are of every tenant that has none of its own."""
+        """tenant_limits hold for every tenant that has none in limits_by_tenant."""
         self._limits = limits
         self._default = tenant_limits
         self._limits_by_tenant = dict(limits_by_tenant or {})
@@ -83,7 +84,7 @@ class Permits:
         return self._limits_by_tenant.get(tenant, self._default)
 
     def enter(self, tenant: str, now: float) -> Reject | None:
-        """Take a permit, to be given back by `leave`; or a Reject, and nothing is taken."""
+        """Take a permit, which `leave` gives back, or return why there is none."""
         maximum = self._limits.max_live_requests
         if maximum and self.num_live >= maximum:
             return Reject(
@@ -112,7 +113,7 @@ class Permits:
             self._forget_idle(now)
 
     def spend_tokens(self, tenant: str, num_tokens: int, now: float) -> None:
-        """Tokens of a live request's prompt or output, for the tenant's rate."""
+        """Charge a live request's prompt or output tokens to the tenant's rate."""
         known = self._tenants[tenant]
         if known.tokens is not None:
             known.tokens.spend(num_tokens, now)

@@ -1,16 +1,17 @@
 """Which worker a request is sent to.
 
-Only workers that are ready, whose scheduler was heard of lately, and that have credit for it (see
-`credit`). Of those the cheapest is chosen, in steps of that worker until the first token:
+Candidates are the workers that are ready, whose scheduler has reported lately, and that have credit
+for the request (see `credit`). The cheapest candidate is chosen; cost is in steps of that worker
+until the first token:
 
-    cost = (prompt tokens not in its prefix cache + those sent there and not admitted yet)
+    cost = (prompt tokens not in its prefix cache + tokens sent there and not admitted yet)
                / max_num_batched_tokens
            + LOAD_STEPS * share of its slots taken
 
-A prompt goes where its prefix is for as long as what it saves outweighs the queue there; then it
-is computed again elsewhere, which is how a hot prefix spreads. What is in a worker's cache is
-guessed (see `prefix_index`). Workers whose role is decode get prompts only when there are no
-others. A worker that was restarted (a new incarnation) begins anew, with all its credit.
+A prompt goes where its prefix is cached for as long as the saving outweighs the queue there. After
+that the prefix is computed on another worker too, which is how a hot prefix spreads. The content of
+a worker's cache is an estimate (see `prefix_index`). Workers of role decode get prompts only when
+there are no others. A worker that was restarted (a new incarnation) starts with all its credit.
 """
 
 from collections.abc import Container, Iterable, Sequence
@@ -35,9 +36,9 @@ class WorkerKey:
 
 @dataclass(frozen=True, slots=True)
 class Need:
-    """What of a request decides where it can go.
+    """The properties of a request that placement looks at.
 
-    num_tokens are prompt and already generated ones, max_tokens those still to come. A smaller
+    num_tokens counts prompt and generated tokens, max_tokens the tokens still to come. A smaller
     urgency is more urgent.
     """
 
@@ -50,9 +51,9 @@ class Need:
 
 @dataclass(frozen=True, slots=True)
 class Sent:
-    """A request at a worker, for as long as it takes credit there.
+    """A request at a worker, for as long as the request takes credit there.
 
-    prefix_uses says when each chunk that we thought cached was last used there.
+    prefix_uses has, for each chunk that the index took for cached, when it was last used there.
     """
 
     worker: WorkerKey
@@ -71,7 +72,7 @@ class _Worker:
         return self.credit.report
 
     def holds(self, need: Need) -> bool:
-        """Whether it could serve it when empty."""
+        """Whether the worker could serve the request when empty."""
         return need.num_tokens + need.max_tokens <= self.report.capacity.num_tokens
 
 
@@ -86,7 +87,7 @@ class WorkerPool:
     """Every worker known, by scheduler; the caller is its only writer."""
 
     def __init__(self, *, waiting_allowance: int = 8, max_report_age_s: float = 5.0) -> None:
-        """A scheduler that has not reported for max_report_age_s is passed over."""
+        """A scheduler that has not reported for max_report_age_s gets no requests."""
         self._waiting_allowance = waiting_allowance
         self._max_report_age_s = max_report_age_s
         self._schedulers: dict[str, _Scheduler] = {}
@@ -94,7 +95,7 @@ class WorkerPool:
     def report(
         self, scheduler: str, reports: Iterable[WorkerReport], *, is_draining: bool, now: float
     ) -> None:
-        """Take a scheduler's view of its workers; it replaces the last one."""
+        """Replace a scheduler's last report of its workers."""
         known = self._schedulers.get(scheduler)
         before = known.workers if known else {}
         workers: dict[str, _Worker] = {}
@@ -109,7 +110,7 @@ class WorkerPool:
         self._schedulers[scheduler] = _Scheduler(now, is_draining, workers)
 
     def forget(self, scheduler: str) -> None:
-        """The scheduler is gone, and with it all that was sent to it."""
+        """The scheduler is gone, with all requests that were sent to it."""
         self._schedulers.pop(scheduler, None)
 
     def reports(self) -> list[WorkerReport]:
@@ -126,11 +127,11 @@ class WorkerPool:
         return [worker.report.capacity for worker in self._ready(model, now)]
 
     def holders(self, need: Need, now: float) -> set[WorkerKey]:
-        """The workers that take requests and could serve this one when empty."""
+        """The workers that take requests and could serve this request when empty."""
         return {worker.key for worker in self._ready(need.model, now) if worker.holds(need)}
 
     def choose(self, need: Need, now: float, closed: Container[WorkerKey] = ()) -> WorkerKey | None:
-        """The cheapest worker that has credit and is not closed to it; None when there is none."""
+        """The cheapest worker with credit that is not closed; None when there is none."""
         best, best_cost = None, None
         for worker in self._ready(need.model, now):
             if worker.key in closed or not worker.holds(need):
@@ -154,7 +155,7 @@ class WorkerPool:
         return Sent(key, load, uses)
 
     def admitted(self, sent: Sent, num_cached_tokens: int) -> None:
-        """The scheduler gave it KV blocks, and found so much of it cached."""
+        """The scheduler gave the request KV blocks, and found so many of its tokens cached."""
         worker = self._find(sent.worker)
         if worker is None:
             return
@@ -164,22 +165,22 @@ class WorkerPool:
             worker.prefixes.drop_used_until(missing[0])
 
     def paused(self, sent: Sent) -> None:
-        """An admitted request has been set aside there: it takes no slot until it goes on."""
+        """An admitted request was paused: it takes no slot until it continues."""
         if (worker := self._find(sent.worker)) is not None:
             worker.credit.pause(sent.load)
 
     def continued(self, sent: Sent) -> None:
-        """It wants a slot again, whether or not one is free."""
+        """A paused request takes a slot again, whether or not a slot is free."""
         if (worker := self._find(sent.worker)) is not None:
             worker.credit.go_on(sent.load)
 
     def finished(self, sent: Sent, *, was_admitted: bool) -> None:
-        """A request that was sent there is there no more."""
+        """A request that was sent there has left the worker."""
         if (worker := self._find(sent.worker)) is not None:
             worker.credit.give_back(sent.load, was_admitted=was_admitted)
 
     def refused(self, key: WorkerKey) -> None:
-        """The worker took no request; pass it over until it is reported again."""
+        """The worker refused a request; send nothing there until its next report."""
         if (worker := self._find(key)) is not None:
             worker.credit.is_refusing = True
 
@@ -206,7 +207,7 @@ class WorkerPool:
 
 
 def _cost(worker: _Worker, need: Need) -> tuple[float, int, str]:
-    """Smaller is better; equal ones are told apart by free blocks and by name."""
+    """The smallest is chosen; ties go to more free blocks, then to the name."""
     credit, report = worker.credit, worker.report
     num_cached = worker.prefixes.num_matched(need.prefix) * CHUNK_TOKENS if need.prefix else 0
     num_ahead = need.num_tokens - num_cached + credit.num_waiting_tokens

@@ -1,10 +1,10 @@
-"""What of a prompt a worker probably has in its prefix cache, as far as we can tell from here.
+"""An estimate of what a worker's prefix cache holds.
 
 A prompt's prefix is a chain of hashes, one for each CHUNK_TOKENS tokens: equal hashes mean equal
-tokens up to there. A worker's index holds the hashes of what was sent to it, least recently used
-first, never more than its KV pool can hold. It is corrected by what the worker reports: when less
-of a prompt was cached than we thought, the worker has dropped what was last used when that
-prompt's missing part was, or earlier, and so does the index.
+tokens up to that chunk. A worker's index holds the hashes of the prompts that were sent to the
+worker, least recently used first, and never more than the worker's KV pool can hold. Admissions
+correct the index: when less of a prompt was cached than the index said, the worker has evicted
+everything that was last used when the missing part was, or earlier, and so does the index.
 """
 
 import hashlib
@@ -24,8 +24,8 @@ Prefix = Sequence[bytes]
 def shared_salt(tenant: str, cache_salt: str, *, across_tenants: bool) -> str:
     """The salt of a request's prefixes: requests of equal salts share cached blocks.
 
-    It goes to the scheduler, too, where it is hashed with a prompt's first block. A tenant that
-    shared blocks with another could tell from usage.cached_tokens what the other one sent.
+    The scheduler gets the salt too, and hashes it with a prompt's first block. A tenant that shared
+    blocks with another tenant could tell from usage.cached_tokens what the other tenant sent.
     """
     if across_tenants:
         return f":{cache_salt}" if cache_salt else ""
@@ -47,7 +47,7 @@ def prefix_of(token_ids: NDArray[np.int32], salt: str = "") -> Prefix:
 
 
 class PrefixIndex:
-    """Hashes that a worker probably has, in order of last use; owned by the placement."""
+    """Hashes that a worker probably has cached, in order of last use."""
 
     def __init__(self, num_kv_tokens: int) -> None:
         self._max_hashes = min(_MAX_HASHES, num_kv_tokens // CHUNK_TOKENS)
@@ -58,7 +58,7 @@ class PrefixIndex:
         return len(self._use_by_hash)
 
     def num_matched(self, prefix: Prefix) -> int:
-        """How many of the first hashes are here."""
+        """How many hashes, from the first on, are in the index."""
         known = self._use_by_hash
         for position, one in enumerate(prefix):
             if one not in known:
@@ -70,9 +70,9 @@ class PrefixIndex:
         return [self._use_by_hash[one] for one in prefix[: self.num_matched(prefix)]]
 
     def use(self, prefix: Prefix) -> None:
-        """A prompt with this prefix was sent there."""
+        """Record that a prompt with this prefix was sent to the worker."""
         self._num_uses += 1
-        # The tail first: it is dropped before the head, which more prompts share.
+        # The tail first: it is evicted before the head, which more prompts share.
         for one in reversed(prefix):
             self._use_by_hash[one] = self._num_uses
             self._use_by_hash.move_to_end(one)
@@ -80,7 +80,7 @@ class PrefixIndex:
             self._use_by_hash.popitem(last=False)
 
     def drop_used_until(self, last_use: int) -> None:
-        """Forget what was last used at that time or before."""
+        """Forget the hashes that were last used at that time or before."""
         while self._use_by_hash:
             one = next(iter(self._use_by_hash))
             if self._use_by_hash[one] > last_use:

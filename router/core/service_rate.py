@@ -1,7 +1,7 @@
-"""How fast the queue moves: prompt tokens that leave it per second of waiting.
+"""How fast a queue moves: prompt tokens that leave it per second of waiting.
 
-Time counts only while somebody waits, or an idle night would look like a slow worker. Old
-measurements fade with a half-life, so the rate follows workers that come and go.
+Time counts only while requests wait; otherwise an idle night would look like a slow worker. Old
+measurements fade with a half-life, so the rate follows workers that join and leave.
 """
 
 _MIN_BUSY_S = 0.5
@@ -17,7 +17,7 @@ class ServiceRate:
         self._seen_at: float | None = None
 
     def observe(self, now: float, *, num_tokens: int = 0, is_waiting: bool) -> None:
-        """Say what left the queue, and whether anything waited since the last call."""
+        """Record what left the queue, and whether requests waited since the last call."""
         elapsed_s = 0.0 if self._seen_at is None else max(0.0, now - self._seen_at)
         self._seen_at = now
         if is_waiting and elapsed_s:
@@ -29,11 +29,11 @@ class ServiceRate:
 
     @property
     def tokens_per_s(self) -> float | None:
-        """None until something has waited for long enough, and left, to tell."""
+        """None until requests have waited for long enough, and left, for a measurement."""
         is_known = self._busy_s >= _MIN_BUSY_S and self._num_tokens > 0
         return self._num_tokens / self._busy_s if is_known else None
 
     def predicted_wait_s(self, num_tokens_ahead: int) -> float:
-        """How long those ahead will take; 0, that is no claim, while the rate is not known."""
+        """How long the tokens ahead will take; 0 while the rate is not known."""
         rate = self.tokens_per_s
         return num_tokens_ahead / rate if rate else 0.0

@@ -1,11 +1,11 @@
-"""Who of a line goes now, and where to.
+"""Which waiting requests are dispatched now, and to which worker.
 
-The line is gone through in its order. Whoever has to wait closes the workers that could hold it
-to all behind it. So nobody takes what one ahead of it waits for: a huge request is overtaken only
-at workers that are too small for it, and never for ever; a small one waits behind it only for
-workers that serve both. Lines of other models are not held up at all. At most MAX_PASSED_OVER
-requests are passed over at a time, so that a turn stays short: behind more of them than that,
-who could go elsewhere waits too.
+The line is walked in its order. A request that has to wait reserves the workers that could hold it
+against all requests behind it. So no request takes the credit that an earlier request waits for: a
+huge request is overtaken only at workers that are too small for it, and never starves; a small
+request waits behind a huge one only for workers that serve both. Lines of other models are not held
+up. At most MAX_PASSED_OVER requests are skipped in a round, so that a round stays short: behind
+more skipped requests than that, a request waits even if another worker could take it.
 """
 
 from collections.abc import Callable, Iterator
@@ -22,10 +22,9 @@ T = TypeVar("T")
 def turns(
     line: Line[T], pool: WorkerPool, need_of: Callable[[T], Need], now: float
 ) -> Iterator[tuple[T, Need, WorkerKey | None]]:
-    """Each that goes, what it needs and its worker; None: no ready worker could ever hold it.
+    """The requests to dispatch, with their need and worker; None: no ready worker can hold it.
 
-    The caller takes it out of the line before it asks for the next. All of a line are for one
-    model.
+    The caller removes each request from the line before it asks for the next one.
     """
     closed: set[WorkerKey] = set()
     num_passed_over = 0

@@ -1,7 +1,7 @@
-"""The Inference service: each call checked, handed to the Router, and answered.
+"""The Inference service: checks each call, hands it to the Router, and answers.
 
-Generate writes to its client from its own task; everything that the request holds is given back
-when that task ends, however it ends.
+Generate writes to its client from the call's own task; everything that the request holds is
+released when that task ends, however it ends.
 """
 
 import time
@@ -35,7 +35,7 @@ _MAX_ABORTS = 1000
 
 @dataclass(frozen=True, slots=True)
 class Services:
-    """What the servicer works with; all owned by the process's main function."""
+    """The parts that the service uses; all owned by the process's main function."""
 
     router: Router
     models: Mapping[str, ModelText]
@@ -54,11 +54,11 @@ class InferenceService:
         self._router = services.router
 
     def add_to(self, server: grpc.aio.Server) -> None:
-        """Serve it there."""
+        """Register the service at a server."""
         inference_pb2_grpc.add_InferenceServicer_to_server(self, server)  # type: ignore[arg-type]
 
     async def Generate(self, request: inference_pb2.GenerateRequest, context: Any) -> None:
-        """Stream a completion; the call's end, for whatever reason, is the request's."""
+        """Stream a completion; when the call ends, for whatever reason, the request ends."""
         model_name = wire.choose_model(request.model, self._services.models)
         request_id = request.request_id or wire.new_request_id()
         wire.check_request_id(request_id)
@@ -68,7 +68,7 @@ class InferenceService:
             spans.generation(request, request_id, model_name, context) as span,
         ):
             live = await self._submit(request, reservation, model_name, context)
-            # Everything that is needed of it is in `live`.
+            # `live` holds everything that the answer needs.
             del request
             release_request()
             try:
@@ -83,7 +83,7 @@ class InferenceService:
         model_name: str,
         context: Any,
     ) -> ClientRequest:
-        """Check a request, read its prompt, and let it in."""
+        """Check a request, read its prompt, and admit it."""
         services = self._services
         tokenizer = services.models[model_name].tokenizer
         bounds = wire.Bounds(self._vocab_size(model_name), services.max_prompt_bytes)
@@ -162,11 +162,11 @@ class InferenceService:
     async def Explain(
         self, request: inference_pb2.ExplainRequest, _context: Any
     ) -> inference_pb2.ExplainResponse:
-        """The account of the scheduler that has, or had, the request."""
+        """The account of the scheduler that has or had the request."""
         request_id = wire.check_request_id(request.request_id)
         owner = self._router.scheduler_of(request_id)
         found = [s for s in self._services.schedulers if owner is None or s.name == owner]
-        # Of several completions, the first stands for all.
+        # Of several completions the first is explained.
         for name in (request_id, f"{request_id}#0"):
             for scheduler in found:
                 try:
@@ -212,7 +212,7 @@ class InferenceService:
         )
 
     def _vocab_size(self, model_name: str) -> int:
-        """As the workers say; until one does, the tokenizer's."""
+        """The smallest vocabulary of the ready workers; without one, the tokenizer's."""
         ready = self._router.pool.ready(model_name, self._router.now())
         if not ready:
             return self._services.models[model_name].tokenizer.vocab_size
@@ -233,7 +233,7 @@ def _call_deadline(context: Any) -> float | None:
 
 
 def _trailing_metadata(live: ClientRequest, router: Router) -> tuple[tuple[str, str], ...]:
-    """Where the time went; seconds."""
+    """The cost of a request; times in seconds."""
     cost = cost_of(live, router)
     return (
         ("x-headrace-queue-s", f"{cost.queue_s:.6f}"),

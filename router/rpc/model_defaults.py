@@ -69,7 +69,7 @@ def read_defaults(path: Path) -> ModelDefaults:
     if not isinstance(do_sample, bool | None):
         raise ModelFilesError(f"{source}: do_sample: must be true or false, is {do_sample!r}")
     if do_sample is False:
-        # What the file says of temperature is for those who switch sampling on.
+        # The other values then hold only for callers that switch sampling on.
         defaults.temperature = 0.0
     return ModelDefaults(defaults)
 

@@ -1,8 +1,9 @@
-"""What is to be told to a scheduler, in messages of a size that any service takes.
+"""Messages for a scheduler, of a size that any service takes.
 
-A scheduler reads a message's submissions before the rest. So what is about a submission is in its
-message or a later one, and a submission whose id is used again is in a later message than the end
-of the request that had the id before: that one would else still be there, and refuse it.
+A scheduler reads the submissions of a message before the rest of the message. So a cancellation or
+pause is in the message of its submission or a later message. A submission that uses an id again is
+in a later message than the cancellation of the earlier request; otherwise the scheduler would still
+have that request, and refuse the new one as a duplicate.
 """
 
 from collections import deque
@@ -10,7 +11,7 @@ from dataclasses import dataclass, field
 
 from headrace.v1 import scheduler_pb2
 
-# Of prompts in one message; well below what any service takes, so that a burst of long ones does
+# Of prompts in one message; well below what any service takes, so that a burst of long prompts does
 # not become a message that is refused again and again.
 _MAX_MESSAGE_BYTES = 2 * 1024 * 1024
 
@@ -23,7 +24,7 @@ class _Draft:
 
 
 class SchedulerOutbox:
-    """Messages that wait to be written, the next first."""
+    """Messages that wait to be written, in order."""
 
     def __init__(self) -> None:
         self._drafts: deque[_Draft] = deque()
@@ -32,7 +33,7 @@ class SchedulerOutbox:
         return len(self._drafts)
 
     def submit(self, submission: scheduler_pb2.Submission) -> None:
-        """A request for a worker."""
+        """Add a submission."""
         num_bytes = len(submission.prompt_token_ids) + len(submission.generated_token_ids)
         draft = self._last()
         is_full = draft.num_bytes > 0 and draft.num_bytes + num_bytes > _MAX_MESSAGE_BYTES
@@ -43,17 +44,17 @@ class SchedulerOutbox:
         draft.num_bytes += num_bytes
 
     def cancel(self, request_id: str, cancellation: scheduler_pb2.Cancellation) -> None:
-        """The end of a request that was submitted."""
+        """Add the cancellation of a submitted request."""
         draft = self._last()
         draft.message.cancellations.append(cancellation)
         draft.ended_ids.add(request_id)
 
     def pause(self, pause: scheduler_pb2.Pause) -> None:
-        """A request that was submitted is set aside, or goes on."""
+        """Add the pause of a submitted request, or its end."""
         self._last().message.pauses.append(pause)
 
     def take(self) -> scheduler_pb2.RouterMessage:
-        """The next message; there must be one."""
+        """Remove and return the next message; there must be one."""
         return self._drafts.popleft().message
 
     def clear(self) -> None:

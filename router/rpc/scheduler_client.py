@@ -1,9 +1,9 @@
-"""One connection to one scheduler, kept up for as long as the router lives.
+"""The connection to one scheduler, kept up for as long as the router lives.
 
-While connected, one Connect stream carries every request and WatchPool tells of the workers.
-When either breaks, both end, the router takes its requests back, and we connect again.
-Saying something never waits: what is said while a message is being written, and a little while
-after, goes into the next one.
+While connected, one Connect stream carries every request, and WatchPool reports the workers. When
+either stream breaks, both end, the router requeues the scheduler's requests, and the client
+connects again. Sending never waits: what is sent while a message is being written, and shortly
+after, goes into the next message.
 """
 
 import asyncio
@@ -25,18 +25,19 @@ logger = logging.getLogger(__name__)
 _FIRST_BACKOFF_S = 0.1
 _MAX_BACKOFF_S = 5.0
 
-# Between two messages; the first goes at once. One for each of a thousand requests a second would
-# cost router, scheduler and worker more than the requests themselves, and a step takes longer.
+# Between two messages; the first is sent at once. A message for each of a thousand requests a
+# second would cost router, scheduler and worker more CPU than the requests themselves, and a step
+# takes longer anyway.
 _MESSAGE_GAP_S = 0.002
 
 
 class SchedulerClient:
-    """A scheduler's link; `run` does the work, the rest says what to send."""
+    """A scheduler's link: `run` does the work, the other methods say what to send."""
 
     def __init__(
         self, name: str, channel: grpc.aio.Channel, router: Router, *, router_id: str
     ) -> None:
-        """name is its address. The channel stays the caller's to close."""
+        """name is the scheduler's address. The caller closes the channel."""
         self._name = name
         self._stub: Any = scheduler_pb2_grpc.SchedulerStub(channel)
         self._router = router
@@ -48,7 +49,7 @@ class SchedulerClient:
 
     @property
     def name(self) -> str:
-        """Its address."""
+        """The scheduler's address."""
         return self._name
 
     def submit(self, completion: ClientCompletion) -> None:
@@ -57,18 +58,18 @@ class SchedulerClient:
         self._has_mail.set()
 
     def cancel(self, completion: ClientCompletion, reason: CancelReason) -> None:
-        """End a completion that was submitted, under its handle."""
+        """Cancel a submitted completion."""
         cancellation = scheduler_wire.to_cancellation(completion.handle, reason)
         self._outbox.cancel(completion.request_id, cancellation)
         self._has_mail.set()
 
     def set_paused(self, handle: int, *, is_paused: bool) -> None:
-        """Set aside what was sent under the handle, or let it go on."""
+        """Pause the completion that was sent under the handle, or let it continue."""
         self._outbox.pause(scheduler_wire.to_pause(handle, is_paused=is_paused))
         self._has_mail.set()
 
     async def explain(self, request_id: str) -> inference_pb2.ExplainResponse:
-        """Its account of a request; ServiceError as it gives it."""
+        """The scheduler's account of a request; raises the scheduler's ServiceError."""
         try:
             response: inference_pb2.ExplainResponse = await self._stub.Explain(
                 inference_pb2.ExplainRequest(request_id=request_id), timeout=10.0
@@ -83,15 +84,15 @@ class SchedulerClient:
         while True:
             was_up = await self._serve_connection()
             backoff_s = _FIRST_BACKOFF_S if was_up else min(_MAX_BACKOFF_S, 2 * backoff_s)
-            # Many routers must not come back to a restarted scheduler in step.
+            # Many routers must not reconnect to a restarted scheduler at the same moment.
             await asyncio.sleep(backoff_s * random.uniform(0.5, 1.0))  # noqa: S311
 
     async def _serve_connection(self) -> bool:
-        """One connection from beginning to end; whether it ever worked."""
+        """One connection from its beginning to its end; returns whether it ever worked."""
         call = self._stub.Connect()
         watch = self._stub.WatchPool(scheduler_pb2.WatchPoolRequest())
-        # Not a TaskGroup: one that fails while it is cancelled forgets that it was cancelled, and
-        # we would connect again in a router that is shutting down.
+        # Not a TaskGroup: a group that fails while it is cancelled forgets the cancellation, and
+        # the client would connect again in a router that is shutting down.
         tasks = [
             asyncio.create_task(self._read(call)),
             asyncio.create_task(self._write(call)),
@@ -102,7 +103,7 @@ class SchedulerClient:
             ended = next(iter(done))
             self._log_loss(None if ended.cancelled() else ended.exception())
         finally:
-            # Leaving a stream unread does not end it.
+            # A stream that is no longer read does not end by itself.
             call.cancel()
             watch.cancel()
             for task in tasks:
@@ -117,7 +118,7 @@ class SchedulerClient:
             self._router.on_lost(self)
         self._is_up = False
         self.workers = []
-        # What was not sent is taken back with the rest, and sent again elsewhere.
+        # Requests that were not sent yet are requeued with the others.
         self._outbox.clear()
         self._has_mail.clear()
 
@@ -132,7 +133,7 @@ class SchedulerClient:
             case None | _StreamEndedError() | asyncio.InvalidStateError():
                 logger.warning("scheduler %s ended the connection", name)
             case _:
-                # A bug costs this connection, not the router.
+                # A bug ends this connection, not the router.
                 logger.error("the connection to scheduler %s failed", name, exc_info=error)
 
     async def _read(self, call: Any) -> None:
@@ -169,4 +170,4 @@ class SchedulerClient:
 
 
 class _StreamEndedError(Exception):
-    """The scheduler closed a stream that it should keep open."""
+    """The scheduler closed a stream that should stay open."""

@@ -1,4 +1,4 @@
-"""What goes to a scheduler and what comes back, between proto and the router's own types."""
+"""Messages to and from a scheduler, between proto and the router's own types."""
 
 from array import array
 from collections.abc import Iterable
@@ -29,7 +29,7 @@ _ROLE = {
     common_pb2.WORKER_ROLE_DECODE: Role.DECODE,
 }
 
-# Of a worker that does not say.
+# For a worker that does not report it.
 _DEFAULT_BATCHED_TOKENS = 2048
 
 _CANCEL_REASON = {
@@ -48,7 +48,7 @@ _FINISH_REASON = {
 
 
 def to_submission(completion: ClientCompletion) -> scheduler_pb2.Submission:
-    """A completion, with the tokens it has already; its text and stop strings stay here."""
+    """A completion with the tokens generated so far; text and stop strings stay in the router."""
     request = completion.request
     spec = request.spec
     assert isinstance(spec.sampling, common_pb2.SamplingParams), "the wire's own parameters"
@@ -62,8 +62,8 @@ def to_submission(completion: ClientCompletion) -> scheduler_pb2.Submission:
         generated_token_ids=completion.token_ids.tobytes(),
         sampling=spec.sampling,
         priority=completion.priority,
-        # Completions of one request must not tie: of two that are equal in priority and arrival,
-        # each would take the other's KV blocks, again and again.
+        # Completions of one request must not tie: two completions of equal priority and arrival
+        # would preempt each other again and again.
         arrival_time_unix_s=request.arrived_unix_s + completion.index * 1e-6,
         deadline_unix_s=spec.deadline_unix_s or 0.0,
         cache_salt=request.cache_salt,
@@ -83,17 +83,17 @@ def to_submission(completion: ClientCompletion) -> scheduler_pb2.Submission:
 
 
 def to_cancellation(handle: int, reason: CancelReason) -> scheduler_pb2.Cancellation:
-    """The end of what was sent under the handle."""
+    """The cancellation of the completion that was sent under the handle."""
     return scheduler_pb2.Cancellation(handle=handle, reason=_CANCEL_REASON[reason])
 
 
 def to_pause(handle: int, *, is_paused: bool) -> scheduler_pb2.Pause:
-    """A pause of what was sent under the handle, or its end."""
+    """The pause of the completion that was sent under the handle, or the pause's end."""
     return scheduler_pb2.Pause(handle=handle, paused=is_paused)
 
 
 def to_step_outputs(update: scheduler_pb2.StepUpdate) -> StepOutputs:
-    """One step's columns; ServiceError names a column that is not one."""
+    """One step's columns; ServiceError names a column of the wrong length."""
     handles = unpack_uint32(update.handles, "step_update.handles").tolist()
     num_new_tokens = unpack_int32(update.num_new_tokens, "step_update.num_new_tokens").tolist()
     token_ids = array("i")
@@ -135,7 +135,7 @@ def _finish(finished: scheduler_pb2.Finished) -> CompletionFinish:
 
 
 def to_refusal(refusal: scheduler_pb2.Refusal) -> Refusal:
-    """A completion that was not taken."""
+    """A scheduler's refusal of a completion."""
     return Refusal(refusal.handle, refusal.reason, refusal.message)
 
 

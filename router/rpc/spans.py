@@ -18,9 +18,9 @@ _PROVIDER = "headrace"
 def generation(
     request: inference_pb2.GenerateRequest, request_id: str, model: str, context: Any
 ) -> AbstractContextManager[Span]:
-    """A span for the block that answers the request; free when nothing is exported."""
+    """A span for the block that answers the request; costs nothing when nothing is exported."""
     operation = "chat" if request.WhichOneof("prompt") == "chat" else "text_completion"
-    # Inside the server's own span where there is one, else under whatever the caller sent.
+    # Inside the server's own span where there is one, else under the caller's trace context.
     parent = telemetry.current_traceparent() or telemetry.incoming_traceparent(context) or ""
     attributes: dict[str, str | int | float | bool] = {
         telemetry.OPERATION_NAME: operation,
@@ -40,7 +40,7 @@ def generation(
 
 
 def note_outcome(span: Span, live: ClientRequest) -> None:
-    """What it gave, however it ended."""
+    """Record a generation's output and end."""
     if not span.is_recording():
         return
     span.set_attribute(telemetry.USAGE_INPUT_TOKENS, len(live.prompt_token_ids))

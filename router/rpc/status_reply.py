@@ -11,11 +11,11 @@ _MAX_COMPLETIONS = 16
 
 
 async def read_status(store: StatusStore, request_id: str) -> inference_pb2.GetStatusResponse:
-    """Where a request stands; NOT_FOUND when the store has nothing of it."""
+    """A request's status; NOT_FOUND when the store has no record of the request."""
     record = await store.get(request_id)
     if record is not None:
         return _response(request_id, [record])
-    # Several completions have a record each and none together.
+    # Each of several completions has a record, and the request itself has none.
     records: list[Record] = []
     for index in range(_MAX_COMPLETIONS):
         record = await store.get(f"{request_id}#{index}")
@@ -28,7 +28,7 @@ async def read_status(store: StatusStore, request_id: str) -> inference_pb2.GetS
 
 
 def _response(request_id: str, records: list[Record]) -> inference_pb2.GetStatusResponse:
-    """It lives for as long as one of its completions does."""
+    """The sum of the completions' records; the request lives as long as one of them does."""
     living = [record for record in records if not record.state.is_final]
     shown = living[0] if living else max(records, key=lambda record: record.update_time_unix_s)
     return inference_pb2.GetStatusResponse(

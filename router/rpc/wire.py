@@ -1,8 +1,7 @@
-"""GenerateRequest to what the router works with, checked field by field, and replies back.
+"""GenerateRequest to the router's own types, checked field by field, and replies back.
 
-Everything that comes from outside is validated here; of sampling settings, what a scheduler asks
-of them, too, is `headrace.service.sampling`'s. An error names the field as the proto does and says
-what it must be.
+Everything from outside is validated here; the rules for sampling that schedulers check too are in
+`headrace.service.sampling`. An error names the field as the proto does, and says what it must be.
 """
 
 import re
@@ -50,14 +49,14 @@ _SERVED_FORMATS = (
 
 @dataclass(frozen=True, slots=True)
 class Bounds:
-    """What a request is checked against: token ids are in [0, vocab_size)."""
+    """Bounds that a request is checked against: token ids are in [0, vocab_size)."""
 
     vocab_size: int
     max_prompt_bytes: int
 
 
 def choose_model(name: str, models: Collection[str]) -> str:
-    """The model meant by a request; empty is fine where there is only one."""
+    """The model that a request names; an empty name means the only model."""
     if name in models:
         return name
     served = ", ".join(sorted(models)) or "none"
@@ -74,20 +73,20 @@ def choose_model(name: str, models: Collection[str]) -> str:
 
 
 def check_request_id(request_id: str, field: str = "request_id") -> str:
-    """The id, if it is one."""
+    """The id, if it is valid."""
     if not _REQUEST_ID.fullmatch(request_id):
         raise invalid(field, "must be 1 to 128 characters of A-Z a-z 0-9 . _ : -")
     return request_id
 
 
 def check_tenant(tenant: str) -> None:
-    """Raise if it is too long to be one."""
+    """Raise if the tenant's name is too long."""
     if len(tenant) > _MAX_TENANT_CHARS:
         raise invalid("tenant", f"must have at most {_MAX_TENANT_CHARS} characters")
 
 
 def new_request_id() -> str:
-    """An id for a request that came without one."""
+    """An id for a request without one."""
     return secrets.token_hex(16)
 
 
@@ -102,7 +101,7 @@ def to_spec(
     deadline_unix_s: float | None,
     traceparent: str,
 ) -> Spec:
-    """All but the prompt; deadline_unix_s is the call's own, and the earlier one wins."""
+    """All but the prompt; of deadline_unix_s (the call's) and the request's, the earlier wins."""
     # A copy: a message in another keeps all of that in memory.
     sampling = common_pb2.SamplingParams()
     sampling.CopyFrom(request.sampling)
@@ -153,7 +152,7 @@ def _deadline(request: inference_pb2.GenerateRequest) -> float | None:
 
 
 def to_prompt(request: inference_pb2.GenerateRequest, bounds: Bounds) -> Prompt:
-    """The prompt in whichever form it came."""
+    """The prompt, in one of its three forms."""
     match request.WhichOneof("prompt"):
         case "text":
             if not request.text:
@@ -209,7 +208,7 @@ def _check_size(field: str, num_bytes: int, bounds: Bounds) -> None:
 
 
 def check_sampling(sampling: common_pb2.SamplingParams, vocab_size: int) -> None:
-    """Raise the first fault found."""
+    """Raise for the first setting that is wrong."""
     check_values(sampling)
     _check_stop(sampling, vocab_size)
     _check_bad_words(sampling, vocab_size)

@@ -46,7 +46,7 @@ class Order(Protocol):
         ...
 
     def tokens_ahead(self, load: QueueLoad, tenant_load: QueueLoad, num_tenants: int) -> int:
-        """Prompt tokens served before a new request of a tenant, at most; 0 where nobody can tell.
+        """Prompt tokens served before a new request of a tenant, at most; 0 if that is unknown.
 
         load and num_tenants are of all that waits, tenant_load is the tenant's.
         """

@@ -31,5 +31,5 @@ class PriorityOrder:
         return max(_MIN_PRIORITY, priority - aged)
 
     def tokens_ahead(self, _load: QueueLoad, _tenant_load: QueueLoad, _num_tenants: int) -> int:
-        """Nobody can tell: more urgent requests may come."""
+        """Unknown: more urgent requests may arrive."""
         return 0

@@ -169,9 +169,13 @@ async def test_a_stop_token_is_told_and_shown_only_when_asked(stack):
 @pytest.mark.parametrize(("includes", "shown"), [(False, "a"), (True, "a END")])
 async def test_a_stop_string_ends_the_request_everywhere(stack, includes, shown):
     stack.scheduler.script = says("a END never shown " * 50)
-    messages = await stack.answer(
+    stack.scheduler.is_paced = False
+    call = stack.generate(
         request_id="r", include_stop_str_in_output=includes, sampling={"stop": [" END"]}
     )
+    await stack.until(lambda: stack.scheduler.live)
+    stack.scheduler.step(len(ids("a END never")))
+    messages = await stack.rest(call)
     last = outputs(messages)[-1]
     assert (text_of(messages), last.stop) == (shown, " END")
     assert last.finish_reason == common_pb2.FINISH_REASON_STOP
