@@ -1,8 +1,7 @@
 """What a step costs the scheduling core: schedule + update, without a worker.
 
-For each workload the columns path, and the plain path that serves request by request, in the same
-process and on the same requests; medians over the measured steps, in microseconds. Prefix caching
-and explanations are on.
+Medians over the measured steps of each workload, in microseconds. Prefix caching and explanations
+are on.
 
     python -m benchmarks.scheduler [--steps N] [WORKLOAD ...]
 """
@@ -18,10 +17,8 @@ import numpy as np
 
 from scheduler.core.plan import NewRequest, SchedulerConfig, StepPlan, StepResult
 from scheduler.core.scheduler import SchedulerCore
-from scheduler.core.state import MAX_WALKED_ROWS
 
 BLOCK_SIZE = 16
-WALK_EVERYTHING = 1 << 30
 EOS = 2
 NUM_WARM_UP_STEPS = 40
 STEPS_PER_TURN = 16  # in which every decode crosses a block boundary once
@@ -41,8 +38,8 @@ class Workload:
 class Bench:
     """One core and a worker that answers at once."""
 
-    def __init__(self, workload: Workload, max_walked_rows: int = MAX_WALKED_ROWS) -> None:
-        self.core = SchedulerCore(workload.config, max_walked_rows=max_walked_rows)
+    def __init__(self, workload: Workload) -> None:
+        self.core = SchedulerCore(workload.config)
         self._arrivals = workload.arrivals
         self._random = np.random.default_rng(0)
         self._num_steps = 0
@@ -195,16 +192,13 @@ def main() -> None:
     parser.add_argument("--steps", type=int, default=200)
     parser.add_argument("names", nargs="*", help="only workloads whose name contains one of these")
     options = parser.parse_args()
-    print(
-        f"{'microseconds per step, median':40}{'columns':>10}{'plain':>10}{'ratio':>8}{'target':>9}"
-    )
+    print(f"{'microseconds per step, median':40}{'measured':>10}{'target':>9}")
     for workload in workloads(options.steps):
         if options.names and not any(name in workload.name for name in options.names):
             continue
-        benches = [Bench(workload, walked) for walked in (MAX_WALKED_ROWS, WALK_EVERYTHING)]
-        columns, plain = medians_us(benches, options.steps)
+        (measured,) = medians_us([Bench(workload)], options.steps)
         target = "" if workload.target_us is None else f"{workload.target_us:.0f}"
-        print(f"{workload.name:40}{columns:10.0f}{plain:10.0f}{plain / columns:8.1f}{target:>9}")
+        print(f"{workload.name:40}{measured:10.0f}{target:>9}")
 
 
 if __name__ == "__main__":

@@ -5,13 +5,14 @@ adds admissions. Whatever was added can be taken out again until the plan is mad
 """
 
 from dataclasses import dataclass
+from typing import Any
 
 import numpy as np
+from numpy.typing import NDArray
 
 from scheduler.core.plan import (
     EMPTY_INT32,
     Admission,
-    BoolArray,
     Int32Array,
     PassedOver,
     RowRequest,
@@ -28,10 +29,20 @@ class BatchColumns:
     num_computed: Int32Array  # before this step
     num_scheduled: Int32Array  # drafts included
     goals: Int32Array  # known tokens and those in flight: below it a row is mid-prefill
-    num_drafts: Int32Array | None  # None: nobody has any
+    num_drafts: Int32Array | None = None  # None: no row has any
+
+    def take(self, index: slice | NDArray[Any]) -> "BatchColumns":
+        """Some of the rows."""
+        return BatchColumns(
+            self.rows[index],
+            self.num_computed[index],
+            self.num_scheduled[index],
+            self.goals[index],
+            None if self.num_drafts is None else self.num_drafts[index],
+        )
 
 
-NOBODY_SCHEDULED = BatchColumns(np.empty(0, np.intp), EMPTY_INT32, EMPTY_INT32, EMPTY_INT32, None)
+NOBODY_SCHEDULED = BatchColumns(np.empty(0, np.intp), EMPTY_INT32, EMPTY_INT32, EMPTY_INT32)
 
 
 class StepBatch:
@@ -85,11 +96,11 @@ class StepBatch:
         """[..] rows that the running pass scheduled."""
         return self.columns().rows[: self._num_from_running]
 
-    def add_columns(self, columns: BatchColumns) -> None:
-        """Schedule several rows."""
+    def add_columns(self, columns: BatchColumns, num_tokens: int) -> None:
+        """Schedule several rows, with num_tokens tokens in all."""
         self._close_tail()
         self._parts.append(columns)
-        self.budget -= int(np.add.reduce(columns.num_scheduled))
+        self.budget -= num_tokens
         self.has_drafts |= columns.num_drafts is not None
 
     def add(
@@ -100,14 +111,9 @@ class StepBatch:
         self.budget -= num_scheduled
         self.has_drafts |= num_drafts > 0
 
-    def grow(self, row: int, block_ids: list[int]) -> None:
-        """Note blocks appended to a row's table."""
-        self.grown_rows += [row] * len(block_ids)
-        self.grown_ids += block_ids
-
-    def grow_rows(self, rows: IntpArray, block_ids: list[int]) -> None:
-        """Note blocks appended to several rows, one row for each block."""
-        self.grown_rows += rows.tolist()
+    def grow(self, rows: list[int], block_ids: list[int]) -> None:
+        """Note blocks appended to rows' tables: each block's row."""
+        self.grown_rows += rows
         self.grown_ids += block_ids
 
     def has(self, row: int) -> bool:
@@ -123,7 +129,7 @@ class StepBatch:
         index = int(is_kept.argmin())
         self.budget += int(columns.num_scheduled[index])
         self._num_from_running -= index < self._num_from_running
-        self._parts = [_filtered(columns, is_kept)]
+        self._parts = [columns.take(is_kept)]
         self._tail = []
         kept = [
             pair for pair in zip(self.grown_rows, self.grown_ids, strict=True) if pair[0] != row
@@ -148,17 +154,6 @@ class StepBatch:
             BatchColumns(table[0].astype(np.intp), table[1], table[2], table[3], num_drafts)
         )
         self._tail = []
-
-
-def _filtered(columns: BatchColumns, is_kept: BoolArray) -> BatchColumns:
-    num_drafts = columns.num_drafts
-    return BatchColumns(
-        columns.rows[is_kept],
-        columns.num_computed[is_kept],
-        columns.num_scheduled[is_kept],
-        columns.goals[is_kept],
-        None if num_drafts is None else num_drafts[is_kept],
-    )
 
 
 def _joined(parts: list[BatchColumns]) -> BatchColumns:

@@ -5,6 +5,7 @@ know policies: who gets blocks first and who loses them is the passes' business.
 """
 
 from dataclasses import dataclass
+from typing import TypeVar
 
 import numpy as np
 
@@ -13,6 +14,8 @@ from scheduler.core.block_pool import BlockPool
 from scheduler.core.plan import Int32Array, SchedulerConfig
 from scheduler.core.request import Request
 from scheduler.core.request_table import IntpArray, RequestTable
+
+N = TypeVar("N", int, Int32Array)
 
 
 @dataclass(frozen=True, slots=True)
@@ -30,10 +33,7 @@ NO_HIT = PrefixHit([], 0, 0)
 class KvCache:
     """Allocation and prefix caching over one pool."""
 
-    def __init__(
-        self, config: SchedulerConfig, table: RequestTable, *, max_walked_rows: int
-    ) -> None:
-        self._max_walked_rows = max_walked_rows
+    def __init__(self, config: SchedulerConfig, table: RequestTable) -> None:
         self.pool = BlockPool(
             config.num_gpu_blocks, enable_prefix_caching=config.enable_prefix_caching
         )
@@ -85,139 +85,112 @@ class KvCache:
         block_ids = hit.block_ids + self.pool.take(max(num_blocks - num_hits, 0))
         table.block_table[row, : len(block_ids)] = block_ids
         table.num_blocks[row] = len(block_ids)
-        table.num_registered[row] = num_hits
-        self.register(row, hit.num_tokens + num_new_tokens)
+        if self._is_caching:
+            num_known = min(hit.num_tokens + num_new_tokens, table.num_tokens.item(row))
+            num_full = num_known // self.block_size
+            self._register_row(row, num_hits, num_full)
+            table.num_registered[row] = num_full
+        self.set_events(row)
         return block_ids
 
-    def blocks_to_grow(self, row: int, num_computed: int) -> int:
-        """Blocks that a row lacks to have num_computed tokens computed."""
-        num_blocks = self.blocks_for(num_computed + self.num_lookahead)
-        return max(num_blocks - self._table.num_blocks.item(row), 0)
-
-    def grow(self, row: int, num_missing: int) -> list[int]:
-        """Append blocks to a row's table; the pool has that many."""
+    def set_events(self, row: int) -> None:
+        """Set when a row needs blocks or has some to register, as its counts in the table say."""
         table = self._table
-        num_blocks = table.num_blocks.item(row)
-        block_ids = self.pool.take(num_missing)
-        table.block_table[row, num_blocks : num_blocks + num_missing] = block_ids
-        table.num_blocks[row] = num_blocks + num_missing
-        return block_ids
+        table.growth_event[row] = self._growth_event(table.num_blocks.item(row))
+        table.full_event[row] = (table.num_registered.item(row) + 1) * self.block_size
 
-    def grow_rows(
-        self, rows: IntpArray, num_computed: Int32Array
-    ) -> tuple[IntpArray, list[int], int]:
-        """Append the blocks that rows lack to have num_computed tokens, and name full blocks.
+    def num_missing(self, rows: IntpArray, num_computed: Int32Array) -> Int32Array:
+        """[num_rows] blocks that each row lacks to have num_computed tokens computed."""
+        num_tokens = num_computed
+        if self.num_lookahead:
+            num_tokens = np.minimum(num_tokens + self.num_lookahead, self._max_model_len)
+        num_blocks = (num_tokens + (self.block_size - 1)) // self.block_size
+        num_missing: Int32Array = np.maximum(num_blocks - self._table.num_blocks[rows], 0)
+        return num_missing
+
+    def grow(self, rows: IntpArray, num_computed: Int32Array) -> tuple[IntpArray, list[int], int]:
+        """Append the blocks that rows lack to have num_computed tokens.
 
         Stops before the first row for which the pool has too few.
 
         Args:
-            rows: [num_rows] in running order.
+            rows: [num_rows] in running order; those whose growth_event has come.
             num_computed: [num_rows] tokens computed after the step.
 
         Returns:
             [num_appended] the row of each appended block, the blocks, and how many rows were
             served.
         """
-        if len(rows) <= self._max_walked_rows:
-            return self._grow_one_by_one(rows, num_computed)
         table = self._table
-        size = self.block_size
-        num_blocks = table.num_blocks[rows]
-        ahead = num_computed + (self.num_lookahead + size - 1)
-        np.minimum(ahead, self._max_model_len + size - 1, out=ahead)
-        num_missing = ahead // size - num_blocks
-        np.maximum(num_missing, 0, out=num_missing)
-        ends = np.add.accumulate(num_missing)
-        total, num_served = int(ends[-1]), len(rows)
+        num_missing = self.num_missing(rows, num_computed)
+        total, num_served = int(np.add.reduce(num_missing)), len(rows)
         if total > self.pool.num_free:
+            ends = np.cumsum(num_missing)
             num_served = int(np.searchsorted(ends, self.pool.num_free, side="right"))
             total = int(ends[num_served - 1]) if num_served else 0
-            rows, num_computed = rows[:num_served], num_computed[:num_served]
-            num_blocks, num_missing = num_blocks[:num_served], num_missing[:num_served]
+            rows, num_missing = rows[:num_served], num_missing[:num_served]
         block_ids = self.pool.take(total)
-        grown_rows = np.repeat(rows, num_missing)
-        first_places = num_blocks - (ends[:num_served] - num_missing)
-        table.block_table[grown_rows, np.arange(total) + np.repeat(first_places, num_missing)] = (
-            block_ids
-        )
-        num_blocks += num_missing
+        before = table.num_blocks[rows]
+        grown_rows = rows
+        if total == num_served and not self.num_lookahead:  # one block for each row
+            table.block_table[rows, before] = block_ids
+        else:
+            grown_rows, done = np.repeat(rows, num_missing), 0
+            columns = zip(rows.tolist(), before.tolist(), num_missing.tolist(), strict=True)
+            for row, start, count in columns:
+                table.block_table[row, start : start + count] = block_ids[done : done + count]
+                done += count
+        num_blocks = before + num_missing
         table.num_blocks[rows] = num_blocks
-        next_growth = num_blocks * size + (1 - self.num_lookahead)
-        if not self._is_caching:
-            table.next_block_event[rows] = next_growth
-            return grown_rows, block_ids, num_served
-        num_full = np.minimum(num_computed, table.num_tokens[rows]) // size
-        num_registered = table.num_registered[rows]
-        np.maximum(num_full, num_registered, out=num_full)
-        self._name_blocks_of_rows(rows, num_registered, num_full)
-        table.num_registered[rows] = num_full
-        table.next_block_event[rows] = np.minimum(next_growth, (num_full + 1) * size)
+        table.growth_event[rows] = self._growth_event(num_blocks)
         return grown_rows, block_ids, num_served
 
-    def _grow_one_by_one(
-        self, rows: IntpArray, num_computed: Int32Array
-    ) -> tuple[IntpArray, list[int], int]:
-        """As grow_rows, for few."""
-        grown_rows: list[int] = []
-        block_ids: list[int] = []
-        num_served = 0
-        for row, count in zip(rows.tolist(), num_computed.tolist(), strict=True):
-            num_missing = self.blocks_to_grow(row, count)
-            if num_missing > self.pool.num_free:
-                break
-            if num_missing:
-                block_ids += self.grow(row, num_missing)
-                grown_rows += [row] * num_missing
-            self.register(row, count)
-            num_served += 1
-        return np.array(grown_rows, dtype=np.intp), block_ids, num_served
+    def _growth_event(self, num_blocks: N) -> N:
+        """Computed tokens from which that many blocks do not suffice."""
+        return num_blocks * self.block_size + (1 - self.num_lookahead)
 
-    def register(self, row: int, num_computed: int) -> None:
-        """Name the blocks that known tokens fill within the first num_computed; set the next event.
+    def register(self, rows: IntpArray, num_known: Int32Array) -> None:
+        """Register the blocks that known, computed tokens fill, under their digests.
 
-        Drafts and tokens in flight are not known, so they never count.
+        Args:
+            rows: [num_rows] in running order.
+            num_known: [num_rows] computed tokens, without drafts and tokens in flight.
         """
-        table = self._table
-        next_growth = table.num_blocks.item(row) * self.block_size - self.num_lookahead + 1
         if not self._is_caching:
-            table.next_block_event[row] = next_growth
-            return
-        num_full = min(num_computed, table.num_tokens.item(row)) // self.block_size
-        num_registered = table.num_registered.item(row)
-        if num_full > num_registered:
-            self._name_blocks(row, num_registered, num_full)
-            table.num_registered[row] = num_registered = num_full
-        next_full = (num_registered + 1) * self.block_size
-        table.next_block_event[row] = min(next_growth, next_full)
-
-    def _name_blocks(self, row: int, first: int, end: int) -> None:
-        """Register a row's blocks from `first` up to `end` under their digests."""
-        table = self._table
-        hashes = table.request(row).block_hashes
-        hashes.extend(table.token_ids[row], end)
-        block_ids = table.block_table[row, first:end].tolist()
-        self.pool.register(block_ids, hashes.digests[first:end])
-
-    def _name_blocks_of_rows(self, rows: IntpArray, firsts: Int32Array, ends: Int32Array) -> None:
-        """As _name_blocks for several rows, in their order; most rows have one block at most."""
-        is_named = ends > firsts
-        if not np.count_nonzero(is_named):
             return
         table, size = self._table, self.block_size
-        rows, firsts, ends = rows[is_named], firsts[is_named], ends[is_named]
+        due = (num_known >= table.full_event[rows]).nonzero()[0]
+        if len(due):
+            rows, num_full = rows[due], num_known[due] // size
+            self._register_blocks(rows, table.num_registered[rows], num_full)
+            table.num_registered[rows] = num_full
+            table.full_event[rows] = (num_full + 1) * size
+
+    def _register_blocks(self, rows: IntpArray, firsts: Int32Array, ends: Int32Array) -> None:
+        """Register each row's blocks from `first` up to `end`; nearly always that is one block."""
+        if len(rows) == 1:
+            self._register_row(rows.item(), firsts.item(), ends.item())
+            return
+        table = self._table
         # The first block's tokens of every row are read together.
-        places = (firsts * size)[:, None] + self._offsets
+        places = (firsts * self.block_size)[:, None] + self._offsets
         data = table.token_ids[rows[:, None], places].tobytes()
-        chains = [table.request(row).block_hashes for row in rows.tolist()]
-        digests = block_digests(chains, firsts.tolist(), data)
+        hashes = [table.request(row).block_hashes for row in rows.tolist()]
+        digests = block_digests(hashes, firsts.tolist(), data)
         block_ids = table.block_table[rows, firsts].tolist()
         done = 0
+        # Of equal contents the block registered first is found, so rows keep their order.
         for index in (ends - firsts > 1).nonzero()[0].tolist():
-            # Of equal contents the block registered first is found, so the order counts.
             self.pool.register(block_ids[done:index], digests[done:index])
-            self._name_blocks(int(rows[index]), int(firsts[index]), int(ends[index]))
+            self._register_row(rows.item(index), firsts.item(index), ends.item(index))
             done = index + 1
         self.pool.register(block_ids[done:], digests[done:])
+
+    def _register_row(self, row: int, first: int, end: int) -> None:
+        hashes = self._table.request(row).block_hashes
+        hashes.extend(self._table.token_ids[row], end)
+        block_ids = self._table.block_table[row, first:end].tolist()
+        self.pool.register(block_ids, hashes.digests[first:end])
 
     def release(self, row: int) -> None:
         """Give back every block of a row."""

@@ -34,8 +34,9 @@ class RequestTable:
         self.num_placeholders = _column(num_rows)
         self.num_blocks = _column(num_rows)
         self.num_registered = _column(num_rows)  # full blocks that have their digest
-        # Computed tokens from which a block must be added or registered.
-        self.next_block_event = _column(num_rows)
+        # Computed tokens from which a row needs another block, or has one more to register.
+        self.growth_event = _column(num_rows)
+        self.full_event = _column(num_rows)
         self.length_limit = _column(num_rows)  # num_tokens at which it ends
         self.output_limit = _column(num_rows)  # prompt + max_tokens, or what the pool carries
         self.is_prefill_chunk: BoolArray = np.zeros(num_rows, dtype=np.bool_)

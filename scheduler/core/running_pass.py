@@ -1,9 +1,8 @@
 """Gives running requests their tokens, in the order of their admission.
 
-Everybody advances to the end of its known tokens, within the budget. When blocks run out, a victim
-loses its own until the request at hand fits or falls itself. Rows are served with a few vector
-operations as far as free blocks cover them; a row that they do not cover is served by itself, and
-so are few rows. It makes no difference for the plan (tests/properties).
+Every request advances to the end of its known tokens, within the budget. Rows are served with a few
+vector operations, as far as free blocks cover them. For a row that they do not cover, victims are
+preempted until it fits or falls itself.
 """
 
 import numpy as np
@@ -26,25 +25,23 @@ class RunningPass:
         self._max_computed = config.max_model_len - 1
         self._has_drafts = config.num_spec_tokens > 0
         self._is_priority = config.policy == "priority"
-        self._max_walked_rows = state.max_walked_rows
 
     def run(self, batch: StepBatch) -> None:
         """Schedule running requests into the batch."""
         table = self._table
         position = 0
         while batch.budget > 0 and position < table.num_running:
-            if table.num_running - position > self._max_walked_rows:
-                position = self._serve_columns(batch, position)
-            if batch.budget > 0 and position < table.num_running:
-                position = self._serve_row(batch, position)
+            position, uncovered = self._serve(batch, position)
+            if uncovered is not None:
+                position = self._make_room(batch, position, uncovered)
         if table.num_long and batch.long_budget <= 0 < batch.budget:
             self._note_held(batch)
 
-    def _serve_columns(self, batch: StepBatch, start: int) -> int:
-        """Serve rows from a position on at once, up to the first that free blocks do not cover.
+    def _serve(self, batch: StepBatch, start: int) -> tuple[int, BatchColumns | None]:
+        """Serve rows from a position on, up to the first that free blocks do not cover.
 
         Returns:
-            The position of that row, or the end.
+            The position of that row and what it is to get; or the end and None.
         """
         table = self._table
         rows = table.running_rows[start:].copy()
@@ -54,32 +51,70 @@ class RunningPass:
             goals = goals + table.num_placeholders[rows]
         wanted = self._wanted(batch, rows, goals, num_computed)
         places = (wanted > 0).nonzero()[0]
+        columns = BatchColumns(rows, num_computed, wanted, goals)
         if len(places) < len(rows):
-            rows, num_computed = rows[places], num_computed[places]
-            goals, wanted = goals[places], wanted[places]
-        num_served = len(rows)
-        if int(np.add.reduce(wanted)) > batch.budget:
-            num_served = _clip(wanted, batch.budget)
-        after = num_computed + wanted
-        due = (after[:num_served] >= table.next_block_event[rows[:num_served]]).nonzero()[0]
-        end = table.num_running
+            columns = columns.take(places)
+        num_tokens = int(np.add.reduce(columns.num_scheduled))
+        if num_tokens > batch.budget:
+            num_tokens = batch.budget
+            columns = columns.take(slice(_clip(columns.num_scheduled, num_tokens)))
+        num_served = self._give(batch, columns, num_tokens)
+        if num_served == len(columns.rows):
+            return table.num_running, None
+        return start + int(places[num_served]), columns.take(slice(num_served, num_served + 1))
+
+    def _give(self, batch: StepBatch, columns: BatchColumns, num_tokens: int) -> int:
+        """Schedule rows, up to the first that free blocks do not cover; returns how many.
+
+        num_tokens is the sum over all of columns.num_scheduled.
+        """
+        num_served = len(columns.rows)
+        after = columns.num_computed + columns.num_scheduled
+        due = (after >= self._table.growth_event[columns.rows]).nonzero()[0]
         if len(due):
-            grown_rows, block_ids, num_covered = self._kv.grow_rows(rows[due], after[due])
-            batch.grow_rows(grown_rows, block_ids)
+            grown_rows, block_ids, num_covered = self._kv.grow(columns.rows[due], after[due])
+            batch.grow(grown_rows.tolist(), block_ids)
             if num_covered < len(due):
                 num_served = int(due[num_covered])
-                end = start + int(places[num_served])
+                columns, after = columns.take(slice(num_served)), after[:num_served]
+                num_tokens = int(np.add.reduce(columns.num_scheduled))
         if num_served:
-            served = slice(num_served)
-            columns = BatchColumns(
-                rows[served], num_computed[served], wanted[served], goals[served], None
-            )
-            columns.num_drafts = self._scheduled_drafts(columns.rows, (after - goals)[served])
-            batch.add_columns(columns)
-            if table.num_long:
+            num_known = after
+            if self._has_drafts or self._state.is_pipelined:
+                num_known = np.minimum(after, self._table.num_tokens[columns.rows])
+            self._kv.register(columns.rows, num_known)
+            columns.num_drafts = self._scheduled_drafts(columns.rows, after - columns.goals)
+            batch.add_columns(columns, num_tokens)
+            if self._table.num_long:
                 is_long = self._is_long_prefill(columns.rows)
                 batch.long_budget -= int(columns.num_scheduled[is_long].sum())
-        return end
+        return num_served
+
+    def _make_room(self, batch: StepBatch, position: int, columns: BatchColumns) -> int:
+        """Preempt victims until free blocks cover the one row of `columns`, and schedule it.
+
+        Returns:
+            The position to go on from; the end, when the row itself was preempted.
+        """
+        table = self._table
+        row = int(columns.rows[0])
+        after = columns.num_computed + columns.num_scheduled
+        num_missing = int(self._kv.num_missing(columns.rows, after)[0])
+        while num_missing > self._kv.pool.num_free:
+            victim_position = self._victim_position()
+            victim_row = int(table.running_rows[victim_position])
+            was_scheduled = self._state.displace(
+                batch, victim_position, table.request(row), num_missing
+            )
+            if victim_row == row:
+                # As vLLM 0.27.1: those behind it get nothing in this step.
+                return table.num_running
+            # Known quirk of vLLM 0.27.1, kept so that recordings replay: if the victim stood before
+            # this row and was skipped in this pass, `position` is not decremented, so the next
+            # running request is skipped in this step.
+            position -= was_scheduled
+        self._give(batch, columns, int(columns.num_scheduled[0]))
+        return position + 1
 
     def _is_long_prefill(self, rows: IntpArray) -> BoolArray:
         """[num_rows] whether each is within a long prefill."""
@@ -124,66 +159,6 @@ class RunningPass:
             before = np.cumsum(long) - long
             wanted[places] = np.clip(batch.long_budget - before, 0, long)
         return wanted
-
-    def _serve_row(self, batch: StepBatch, position: int) -> int:
-        """Serve the row at a position, preempting others while blocks do not suffice.
-
-        Returns:
-            The position to go on from; the end, when the row itself fell.
-        """
-        table = self._table
-        row = int(table.running_rows[position])
-        num_new = self._wanted_by(batch, row)
-        if num_new <= 0:
-            return position + 1
-        num_missing = self._kv.blocks_to_grow(row, table.num_computed.item(row) + num_new)
-        while num_missing > self._kv.pool.num_free:
-            victim_position = self._victim_position()
-            victim_row = int(table.running_rows[victim_position])
-            was_scheduled = self._state.displace(
-                batch, victim_position, table.request(row), num_missing
-            )
-            if victim_row == row:
-                # As the reference: those behind it get nothing in this step.
-                return table.num_running
-            # As the reference: a victim that was merely passed over before shifts the others
-            # without correcting the position.
-            position -= was_scheduled
-        self._give(batch, row, num_new, num_missing)
-        return position + 1
-
-    def _wanted_by(self, batch: StepBatch, row: int) -> int:
-        """Tokens that a row may advance; at most 0: it is passed over."""
-        table = self._table
-        num_computed = table.num_computed.item(row)
-        num_placeholders = table.num_placeholders.item(row)
-        if num_placeholders > 0 and (
-            num_computed + 2 - num_placeholders >= table.output_limit.item(row)
-        ):
-            return 0
-        if batch.is_deferring_prefills and table.is_prefill_chunk[row]:
-            return 0
-        num_known = table.num_tokens.item(row) + table.num_drafts.item(row) + num_placeholders
-        num_new = num_known - num_computed
-        if 0 < self._threshold < num_new:
-            num_new = self._threshold
-        if table.is_long[row] and table.is_prefill_chunk[row]:
-            num_new = min(num_new, batch.long_budget)
-        return min(num_new, batch.budget, self._max_computed - num_computed)
-
-    def _give(self, batch: StepBatch, row: int, num_new: int, num_missing: int) -> None:
-        table = self._table
-        num_computed = table.num_computed.item(row)
-        after = num_computed + num_new
-        if num_missing:
-            batch.grow(row, self._kv.grow(row, num_missing))
-        if after >= table.next_block_event.item(row):
-            self._kv.register(row, after)
-        goal = table.num_tokens.item(row) + table.num_placeholders.item(row)
-        num_drafts = min(max(after - goal, 0), table.num_drafts.item(row))
-        batch.add(row, num_computed, num_new, goal, num_drafts)
-        if table.is_long[row] and table.is_prefill_chunk[row]:
-            batch.long_budget -= num_new
 
     def _victim_position(self) -> int:
         """Who loses its blocks: the youngest, or the least urgent under policy priority."""

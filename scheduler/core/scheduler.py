@@ -28,23 +28,18 @@ from scheduler.core.plan import (
     WaitReason,
 )
 from scheduler.core.running_pass import RunningPass
-from scheduler.core.state import MAX_WALKED_ROWS, Flight, SchedulerState
+from scheduler.core.state import Flight, SchedulerState
 from scheduler.core.update import OutputUpdate
 from scheduler.core.waiting_pass import WaitingPass
 
 
 class SchedulerCore:
-    """Plans steps; one loop owns it and calls schedule and update, results in the plans' order.
+    """Plans steps; one loop owns it and calls schedule and update, results in the plans' order."""
 
-    Args:
-        max_walked_rows: running sets up to this size are served request by request instead of by
-            columns; for tests, which prove that it makes no difference.
-    """
-
-    def __init__(self, config: SchedulerConfig, *, max_walked_rows: int = MAX_WALKED_ROWS) -> None:
+    def __init__(self, config: SchedulerConfig) -> None:
         self.config = config
         # Read by recordings and tests; only this class's methods change it.
-        self.state = SchedulerState(config, max_walked_rows=max_walked_rows)
+        self.state = SchedulerState(config)
         self._running_pass = RunningPass(self.state)
         self._waiting_pass = WaitingPass(self.state)
         self._update = OutputUpdate(self.state)

@@ -29,9 +29,6 @@ from scheduler.core.queues import WaitingQueues
 from scheduler.core.request import NO_ROW, Request
 from scheduler.core.request_table import IntpArray, RequestTable
 
-# Up to here, serving rows one by one is cheaper than a round of vector operations.
-MAX_WALKED_ROWS = 4
-
 # A worker with nothing to run is not woken for each row that it may forget.
 MAX_FREED_ROW_WAIT_S = 0.1
 
@@ -47,19 +44,14 @@ class Flight:
     is_prefill_chunk: BoolArray
     num_drafts: Int32Array | None
 
-    def num_drafts_of(self, index: int) -> int:
-        """Drafts scheduled for one of the requests."""
-        return 0 if self.num_drafts is None else int(self.num_drafts[index])
-
 
 class SchedulerState:
     """The one owner of a scheduler's mutable state."""
 
-    def __init__(self, config: SchedulerConfig, *, max_walked_rows: int = MAX_WALKED_ROWS) -> None:
+    def __init__(self, config: SchedulerConfig) -> None:
         self.config = config
-        self.max_walked_rows = max_walked_rows
         self.table = RequestTable(config)
-        self.kv = KvCache(config, self.table, max_walked_rows=max_walked_rows)
+        self.kv = KvCache(config, self.table)
         self.queues = WaitingQueues(config.policy)
         self.ledger = Ledger()
         # The step being planned, or the next one; and the clock of the last call.
@@ -206,6 +198,8 @@ class SchedulerState:
 
     def expire(self) -> tuple[FinishedRequest, ...]:
         """End every request whose deadline has passed."""
+        if not self._deadlines:
+            return ()
         due = self._deadlines.pop_through(self.now)
         expired = [self.end(key, RequestStatus.DEADLINE) for key in due]
         return tuple(one for one in expired if one is not None)

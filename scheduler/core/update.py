@@ -1,8 +1,7 @@
-"""Takes a step's sampled tokens: appends them, takes back rejected drafts, ends who is done.
+"""Takes a step's sampled tokens: appends them, takes back rejected drafts, ends requests.
 
-The columns path appends everybody's tokens and tests for stops with a few vector operations, and
-looks only at those that may have ended; else tokens are taken request by request. Both do the same
-(tests/properties).
+Tokens of all rows are appended and compared with stop ids by a few vector operations; only rows
+that may have ended are looked at one by one.
 """
 
 from dataclasses import dataclass
@@ -12,8 +11,8 @@ import numpy as np
 from scheduler.core.plan import (
     EMPTY_INT32,
     BoolArray,
-    FinishedRequest,
     Int32Array,
+    Int64Array,
     RequestStatus,
     StepOutput,
     StepResult,
@@ -28,10 +27,17 @@ from scheduler.core.stop import End, stop_status
 class _Sampled:
     """Rows that got tokens, in plan order, and their tokens one row after the other."""
 
+    indexes: IntpArray  # [num_rows] in the plan
     rows: IntpArray  # [num_rows]
     counts: Int32Array  # [num_rows], each at least 1
     token_ids: Int32Array  # [sum(counts)]
     num_drafts: Int32Array | None  # [num_rows]
+
+
+# A request that ended, and a request's key and kept tokens, each with its place in the plan.
+_PlacedEnd = tuple[int, Request, End]
+_PlacedTokens = tuple[int, int, Int32Array]
+_FAILED: End = (RequestStatus.ERROR, None)
 
 
 class OutputUpdate:
@@ -41,20 +47,39 @@ class OutputUpdate:
         self._state = state
         self._table = state.table
         self._max_num_tokens = state.config.max_num_tokens
-        self._max_walked_rows = state.max_walked_rows
 
     def run(self, flight: Flight, result: StepResult) -> StepOutput:
         """Apply a step's result; its columns must fit the plan."""
-        num_rows = len(flight.rows)
-        assert len(result.num_sampled_tokens) == num_rows, f"a result for {num_rows} rows"
-        table = self._table
+        table, counts = self._table, result.num_sampled_tokens
+        assert len(counts) == len(flight.rows), f"a result for {len(flight.rows)} rows"
         is_current = table.admission_id[flight.rows] == flight.admission_ids
-        is_walked = num_rows <= self._max_walked_rows or result.failed_rows or self._state.stale
-        if is_walked:
-            output = self._take_one_by_one(flight, result, is_current)
-        else:
-            output = self._take_columns(flight, result, is_current)
-        if output.finished:
+        is_taken = is_current & (counts > 0)
+        ends: list[_PlacedEnd] = []
+        if result.failed_rows:
+            has_failed = is_current & np.isin(flight.rows, result.failed_rows)
+            is_taken &= ~has_failed
+            failed = has_failed.nonzero()[0].tolist()
+            ends += [(i, table.request(int(flight.rows[i])), _FAILED) for i in failed]
+        sampled = _sampled(flight, result, is_taken)
+        num_kept = self._append(sampled, ends)
+        keys, token_ids = table.key[sampled.rows], sampled.token_ids
+        if ends and len(token_ids) > len(keys):
+            is_kept = _places(sampled.counts) < np.repeat(num_kept, sampled.counts)
+            token_ids = token_ids[is_kept]
+        if self._state.stale:
+            kept = list(
+                zip(
+                    sampled.indexes.tolist(),
+                    keys.tolist(),
+                    _split(token_ids, num_kept),
+                    strict=True,
+                )
+            )
+            keys, num_kept, token_ids = self._with_stale(flight, result, is_current, kept, ends)
+        # Blocks become free in the order of the plan.
+        ends.sort(key=lambda placed: placed[0])
+        finished = tuple(self._state.finish(request, *end) for _, request, end in ends)
+        if finished:
             table.keep_running(table.admission_id[table.running_rows] != NOBODY)
         if len(result.num_draft_tokens):
             self.take_drafts(
@@ -62,7 +87,13 @@ class OutputUpdate:
                 result.num_draft_tokens[is_current],
                 result.draft_token_ids[np.repeat(is_current, result.num_draft_tokens)],
             )
-        return output
+        return StepOutput(
+            step_id=flight.step_id,
+            keys=keys,
+            num_new_tokens=num_kept,
+            token_ids=token_ids,
+            finished=finished,
+        )
 
     def take_drafts(
         self, rows: IntpArray, num_drafts: Int32Array, draft_token_ids: Int32Array
@@ -85,12 +116,13 @@ class OutputUpdate:
         lines = np.repeat(rows, num_drafts)
         table.draft_ids[lines, _places(num_drafts)] = draft_token_ids
 
-    def _take_columns(
-        self, flight: Flight, result: StepResult, is_current: BoolArray
-    ) -> StepOutput:
-        """All rows at once; those that may have ended are looked at in Python."""
+    def _append(self, sampled: _Sampled, ends: list[_PlacedEnd]) -> Int32Array:
+        """Give rows their tokens, up to each one's end.
+
+        Returns:
+            [num_rows] how many tokens each row kept; the ends are added to `ends`.
+        """
         table = self._table
-        sampled = _sampled(flight, result, is_current)
         rows, counts, tokens = sampled.rows, sampled.counts, sampled.token_ids
         self._take_back_rejected(sampled)
         before = table.num_tokens[rows]
@@ -107,36 +139,19 @@ class OutputUpdate:
             if not is_single:
                 is_stop = np.logical_or.reduceat(is_stop, np.cumsum(counts) - counts)
             may_end |= is_stop
-        ends = self._find_ends(sampled, before, after, may_end)
-        table.num_tokens[rows] = after
-        if self._state.is_pipelined:
-            self._land(rows, after - before)
-        finished = tuple(self._state.finish(table.request(row), *end) for row, end in ends)
-        if finished and not is_single:
-            tokens = tokens[places < np.repeat(after, counts)]
-        return StepOutput(
-            step_id=flight.step_id,
-            keys=table.key[rows],
-            num_new_tokens=after - before,
-            token_ids=tokens,
-            finished=finished,
-        )
-
-    def _find_ends(
-        self, sampled: _Sampled, before: Int32Array, after: Int32Array, may_end: BoolArray
-    ) -> list[tuple[int, End]]:
-        """Who ended, and how; what came after an end is cut from `after`."""
-        ends = []
         for index in may_end.nonzero()[0].tolist():
-            row = int(sampled.rows[index])
-            num_tokens = int(before[index])
-            num_kept, end = self._first_end(row, num_tokens, int(sampled.counts[index]))
+            row, num_tokens = int(rows[index]), int(before[index])
+            num_kept, end = self._first_end(row, num_tokens, int(counts[index]))
             if end is not None:
                 after[index] = num_tokens + num_kept
-                ends.append((row, end))
-        return ends
+                ends.append((int(sampled.indexes[index]), table.request(row), end))
+        table.num_tokens[rows] = after
+        if self._state.is_pipelined:
+            self._settle(rows, after - before)
+        return after - before
 
     def _take_back_rejected(self, sampled: _Sampled) -> None:
+        """Rejected drafts were scheduled and are not computed."""
         num_drafts = sampled.num_drafts
         if num_drafts is None:
             return
@@ -146,74 +161,44 @@ class OutputUpdate:
         if self._state.is_pipelined:
             table.num_placeholders[sampled.rows] -= num_rejected
 
-    def _land(self, rows: IntpArray, num_kept: Int32Array) -> None:
-        """Tokens that were in flight are known now: blocks they fill get their names."""
+    def _settle(self, rows: IntpArray, num_kept: Int32Array) -> None:
+        """Tokens that were in flight are known now, so the blocks they fill are registered."""
         table = self._table
         num_placeholders = table.num_placeholders[rows] - num_kept
         table.num_placeholders[rows] = num_placeholders
         num_known = table.num_computed[rows] - num_placeholders
-        due = (num_known >= table.next_block_event[rows]).nonzero()[0]
-        for row, count in zip(rows[due].tolist(), num_known[due].tolist(), strict=True):
-            self._state.kv.register(row, count)
+        self._state.kv.register(rows, num_known)
 
-    def _take_one_by_one(
-        self, flight: Flight, result: StepResult, is_current: BoolArray
-    ) -> StepOutput:
-        """Request by request, in plan order."""
-        keys: list[int] = []
-        counts: list[int] = []
-        kept: list[Int32Array] = []
-        finished: list[FinishedRequest] = []
-        sampled = result.num_sampled_tokens.tolist()
-        offset = 0
-        for index, (row, num_sampled) in enumerate(zip(flight.rows.tolist(), sampled, strict=True)):
-            tokens = result.token_ids[offset : offset + num_sampled]
-            offset += num_sampled
-            end: End | None
-            if not is_current[index]:
-                request = self._state.stale.get(int(flight.admission_ids[index]))
-                if request is None:
-                    continue
-                num_kept, end = self._take_stale(request, tokens, int(flight.num_scheduled[index]))
-            else:
-                request = self._table.request(row)
-                if row in result.failed_rows:
-                    num_kept, end = 0, (RequestStatus.ERROR, None)
-                elif num_sampled == 0:
-                    continue
-                else:
-                    num_kept, end = self._take(row, tokens, flight.num_drafts_of(index))
+    def _with_stale(
+        self,
+        flight: Flight,
+        result: StepResult,
+        is_current: BoolArray,
+        kept: list[_PlacedTokens],
+        ends: list[_PlacedEnd],
+    ) -> tuple[Int64Array, Int32Array, Int32Array]:
+        """Deliver output from before preemptions, too.
+
+        Returns:
+            What a StepOutput has of all: keys, num_new_tokens, token_ids, in the order of the plan.
+        """
+        sampled = _split(result.token_ids, result.num_sampled_tokens)
+        for index in (~is_current).nonzero()[0].tolist():
+            request = self._state.stale.get(int(flight.admission_ids[index]))
+            if request is None:
+                continue
+            tokens = sampled[index]
+            num_kept, end = self._take_stale(request, tokens, int(flight.num_scheduled[index]))
             if num_kept:
-                keys.append(request.key)
-                counts.append(num_kept)
-                kept.append(tokens[:num_kept])
+                kept.append((index, request.key, tokens[:num_kept]))
             if end is not None:
-                finished.append(self._state.finish(request, *end))
-        return StepOutput(
-            step_id=flight.step_id,
-            keys=np.array(keys, dtype=np.int64),
-            num_new_tokens=np.array(counts, dtype=np.int32),
-            token_ids=kept[0] if len(kept) == 1 else np.concatenate(kept or [EMPTY_INT32]),
-            finished=tuple(finished),
+                ends.append((index, request, end))
+        kept.sort(key=lambda placed: placed[0])
+        return (
+            np.array([key for _, key, _ in kept], dtype=np.int64),
+            np.array([len(tokens) for _, _, tokens in kept], dtype=np.int32),
+            np.concatenate([tokens for _, _, tokens in kept] or [EMPTY_INT32]),
         )
-
-    def _take(self, row: int, tokens: Int32Array, num_drafts: int) -> tuple[int, End | None]:
-        """Give a running row its tokens; how many it kept, and its end if it ended."""
-        table = self._table
-        if num_drafts:
-            num_rejected = num_drafts - (len(tokens) - 1)
-            table.num_computed[row] -= num_rejected
-            if self._state.is_pipelined:
-                table.num_placeholders[row] -= num_rejected
-        num_tokens = table.num_tokens.item(row)
-        table.token_ids[row, num_tokens : num_tokens + len(tokens)] = tokens
-        num_kept, end = self._first_end(row, num_tokens, len(tokens))
-        table.num_tokens[row] = num_tokens + num_kept
-        if self._state.is_pipelined:
-            num_placeholders = table.num_placeholders.item(row) - num_kept
-            table.num_placeholders[row] = num_placeholders
-            self._state.kv.register(row, table.num_computed.item(row) - num_placeholders)
-        return num_kept, end
 
     def _first_end(self, row: int, num_tokens: int, num_new: int) -> tuple[int, End | None]:
         """Of new tokens behind num_tokens: how many are kept, and the end that the last makes."""
@@ -241,17 +226,18 @@ class OutputUpdate:
         return len(tokens), None
 
 
-def _sampled(flight: Flight, result: StepResult, is_current: BoolArray) -> _Sampled:
-    """Who got tokens and is still there."""
-    counts = result.num_sampled_tokens
-    is_taken = is_current & (counts > 0)
-    if np.count_nonzero(is_taken) == len(counts):
-        return _Sampled(flight.rows, counts, result.token_ids, flight.num_drafts)
+def _sampled(flight: Flight, result: StepResult, is_taken: BoolArray) -> _Sampled:
+    """The rows whose tokens are taken; is_taken is [num_reqs]."""
+    counts, num_drafts = result.num_sampled_tokens, flight.num_drafts
+    indexes = is_taken.nonzero()[0]
+    if len(indexes) == len(counts):
+        return _Sampled(indexes, flight.rows, counts, result.token_ids, num_drafts)
     return _Sampled(
-        flight.rows[is_taken],
-        counts[is_taken],
+        indexes,
+        flight.rows[indexes],
+        counts[indexes],
         result.token_ids[np.repeat(is_taken, counts)],
-        None if flight.num_drafts is None else flight.num_drafts[is_taken],
+        None if num_drafts is None else num_drafts[indexes],
     )
 
 
@@ -260,3 +246,8 @@ def _places(counts: Int32Array) -> Int32Array:
     ends = np.cumsum(counts)
     total = int(ends[-1]) if len(ends) else 0
     return np.arange(total, dtype=np.int32) - np.repeat(ends - counts, counts).astype(np.int32)
+
+
+def _split(token_ids: Int32Array, counts: Int32Array) -> list[Int32Array]:
+    """Each count's part of token_ids, one after the other."""
+    return np.split(token_ids, np.cumsum(counts)[:-1]) if len(counts) else []

@@ -47,6 +47,9 @@ class WaitingPass:
     def run(self, batch: StepBatch) -> None:
         """Schedule waiting requests into the batch."""
         queues = self._state.queues
+        if not queues:
+            self._state.is_saturated &= batch.is_deferring_prefills
+            return
         batch.end_running_pass()
         set_aside: list[Request] = []
         while (queue := queues.next_queue(with_held=batch.long_budget > 0)) is not None:
@@ -62,6 +65,8 @@ class WaitingPass:
                 continue
             if not self._admit_or_pass_over(batch, request, queue, full):
                 break
+        else:
+            self._note_held(batch)
         if not batch.is_deferring_prefills:
             self._state.is_saturated = len(queues.waiting) > 0
         queues.put_back(set_aside)
@@ -73,6 +78,12 @@ class WaitingPass:
         if (queue := queues.next_queue()) is not None:
             self._pass_over(batch, queue.head(), reason)
             batch.num_behind_head = len(queues) - 1
+
+    def _note_held(self, batch: StepBatch) -> None:
+        """All that is left waits for other long prefills, behind the first of them."""
+        held, reason = self._state.queues.held, WaitReason.LONG_PREFILLS
+        if held and all(fact.reason is not reason for fact in batch.passed_over):
+            self._pass_over(batch, held.head(), reason)
 
     def _full(self, batch: StepBatch) -> WaitReason | None:
         """Why nobody can be added, if so."""
@@ -230,7 +241,8 @@ class WaitingPass:
             RowRequest(row, request.key, request.request_id, token_ids, request.num_prompt_tokens)
         )
         state.table.num_computed[row] = num_cached
-        batch.grow(row, state.kv.admit(row, fit.hit, fit.num_new_tokens))
+        block_ids = state.kv.admit(row, fit.hit, fit.num_new_tokens)
+        batch.grow([row] * len(block_ids), block_ids)
         batch.add(row, num_cached, fit.num_new_tokens, num_tokens, fit.num_drafts)
         if fit.is_long and self._config.long_prefill_share < 1:
             state.table.mark_long(row)

@@ -23,7 +23,6 @@ from scheduler.core.plan import (
     StepResult,
 )
 from scheduler.core.scheduler import SchedulerCore
-from scheduler.core.state import MAX_WALKED_ROWS
 from scheduler.replay import snapshot
 from scheduler.replay.trace import Record, header, request_record
 
@@ -60,7 +59,6 @@ class Recorder(SchedulerCore):
         config: the core's settings.
         emit: takes each step's record when the step is over.
         max_crc_blocks: free lists longer than this are not digested into each record.
-        max_walked_rows: as SchedulerCore's.
     """
 
     def __init__(
@@ -69,9 +67,8 @@ class Recorder(SchedulerCore):
         emit: Callable[[Record], None],
         *,
         max_crc_blocks: int = 1 << 30,
-        max_walked_rows: int = MAX_WALKED_ROWS,
     ) -> None:
-        super().__init__(config, max_walked_rows=max_walked_rows)
+        super().__init__(config)
         self._emit = emit
         self._max_crc_blocks = max_crc_blocks
         self._is_stopped = False

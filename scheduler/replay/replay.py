@@ -16,7 +16,6 @@ from scheduler.core.plan import (
     Pause,
     StepResult,
 )
-from scheduler.core.state import MAX_WALKED_ROWS
 from scheduler.replay import snapshot
 from scheduler.replay.recorder import Recorder
 from scheduler.replay.trace import Record, trace_config, trace_request
@@ -58,12 +57,10 @@ class Difference:
 class Replay:
     """One trace on its way through a core."""
 
-    def __init__(self, trace: Record, *, max_walked_rows: int = MAX_WALKED_ROWS) -> None:
+    def __init__(self, trace: Record) -> None:
         self.trace = trace
         self._records: list[Record] = []
-        self.core = Recorder(
-            trace_config(trace), self._records.append, max_walked_rows=max_walked_rows
-        )
+        self.core = Recorder(trace_config(trace), self._records.append)
         self._keys: dict[str, int] = {}
         # Of each step without a result: its id, and its requests' names and rows.
         self._flights: dict[int, tuple[int, list[str], list[int]]] = {}
@@ -147,11 +144,11 @@ class Replay:
         )
 
 
-def first_difference(trace: Record, *, max_walked_rows: int = MAX_WALKED_ROWS) -> Difference | None:
+def first_difference(trace: Record) -> Difference | None:
     """Replay a trace; where it first departs, or None."""
     name = trace.get("name", "trace")
     num_outputs: Counter[str] = Counter()
-    for expected, got in Replay(trace, max_walked_rows=max_walked_rows).steps():
+    for expected, got in Replay(trace).steps():
         for output in expected.get("update", {}).get("out", ()):
             num_outputs[output["id"]] += len(output["tokens"])
         for field, want, have in _compared(expected, got):

@@ -156,8 +156,7 @@ def _restore_row(state: SchedulerState, request: Request, record: Record) -> Non
     if record.get("is_long"):
         table.mark_long(row)
     request.history.admitted(state.step_id, state.now, record["num_computed"], is_resumed=True)
-    # This registers nothing new: it sets when the next block is due.
-    state.kv.register(row, record["num_registered"] * state.config.block_size)
+    state.kv.set_events(row)
 
 
 def _flight_record(state: SchedulerState, flight: Flight, name_by_key: dict[int, str]) -> Record:

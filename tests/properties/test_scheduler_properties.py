@@ -1,4 +1,4 @@
-"""Whatever happens to a scheduler: promises hold, its paths agree, recordings replay."""
+"""Whatever happens to a scheduler: promises hold, a plain one does the same, recordings replay."""
 
 import json
 from collections import deque
@@ -20,6 +20,7 @@ from scheduler.core.plan import (
 from scheduler.replay.recorder import Recorder
 from scheduler.replay.replay import first_difference
 from scheduler.replay.trace import Record, assemble
+from tests.scheduler.core.plain import PlainRecorder
 
 EOS = 2
 MAX_MODEL_LEN = 48
@@ -76,7 +77,7 @@ def random_request(
 
 
 class SchedulerMachine(RuleBasedStateMachine):
-    """Drives two recorded cores alike: one by columns, one request by request."""
+    """Drives two recorded cores alike: ours, and one that serves request by request."""
 
     @initialize(config=configs, seed=st.integers(0, 1000), has_ties=st.booleans())
     def start(self, config: SchedulerConfig, seed: int, has_ties: bool) -> None:
@@ -88,11 +89,11 @@ class SchedulerMachine(RuleBasedStateMachine):
         # The first core's records, in files that each begin where the one before ended.
         self.files: list[list[Record]] = []
         self.cores = (
-            Recorder(config, self._record, max_walked_rows=0),
-            Recorder(config, self.records[1].append, max_walked_rows=10**6),
+            Recorder(config, self._record),
+            PlainRecorder(config, self.records[1].append),
         )
         self.begin_file()
-        self.by_columns = self.cores[0]
+        self.core = self.cores[0]
         self.num_added = 0
         self.unblocked: dict[int, bool] = {}
         self.flights: deque[tuple[StepPlan, Any]] = deque()
@@ -105,7 +106,7 @@ class SchedulerMachine(RuleBasedStateMachine):
         for _ in range(count):
             request = random_request(self.random, self.num_added, self.now, has_ties=self.has_ties)
             num_tokens = len(request.prompt_token_ids)
-            if self.by_columns.refusal(num_tokens, request.max_tokens) is not None:
+            if self.core.refusal(num_tokens, request.max_tokens) is not None:
                 continue
             self.num_added += 1
             self.unblocked[request.key] = not request.needs_grammar
@@ -172,23 +173,23 @@ class SchedulerMachine(RuleBasedStateMachine):
                 core.check_invariants()
 
     @invariant()
-    def both_paths_agree(self) -> None:
+    def both_cores_agree(self) -> None:
         if hasattr(self, "records"):
-            by_columns, one_by_one = self.records
-            assert by_columns == one_by_one
+            core, plain = self.records
+            assert core == plain
 
     def teardown(self) -> None:
         if not hasattr(self, "cores"):
             return
         self._run_to_the_end()
-        self.both_paths_agree()
+        self.both_cores_agree()
         assert self.ended == set(range(self.num_added)), "no final status"
-        assert self.by_columns.num_free_blocks == self.config.num_gpu_blocks - 1
+        assert self.core.num_free_blocks == self.config.num_gpu_blocks - 1
         for key in range(self.num_added):
-            explanation = self.by_columns.explain(f"r{key}")
+            explanation = self.core.explain(f"r{key}")
             assert explanation is not None
             assert explanation.status.is_finished
-        if self.config.policy == "fcfs":
+        if self.config.policy == "fcfs" and self.config.long_prefill_share == 1:
             in_order = [key for key in self.first_admissions if self.unblocked[key]]
             assert in_order == sorted(in_order), "somebody overtook under FCFS"
         for number, records in enumerate(self.files):
@@ -203,7 +204,7 @@ class SchedulerMachine(RuleBasedStateMachine):
                 core.mark_ready(f"r{key}")
             self._continue(key)
         for _ in range(1500):
-            if not self.by_columns.has_unfinished:
+            if not self.core.has_unfinished:
                 break
             self.steps(1, throttle=False, mid="")
         while self.flights:
@@ -227,10 +228,10 @@ class SchedulerMachine(RuleBasedStateMachine):
     def _pause(self, key: int) -> None:
         # One that comes back before its first admission is ahead of those it was behind.
         self.unblocked[key] = False
-        num_free = self.by_columns.num_free_blocks
+        num_free = self.core.num_free_blocks
         was_running, other = (core.pause_request(key) for core in self.cores)
         assert was_running == other
-        assert self.by_columns.num_free_blocks >= num_free
+        assert self.core.num_free_blocks >= num_free
 
     def _continue(self, key: int) -> None:
         for core in self.cores:
@@ -256,12 +257,12 @@ class SchedulerMachine(RuleBasedStateMachine):
         num_tokens = plan.num_scheduled_tokens.tolist()
         assert sum(num_tokens) <= self.config.max_num_batched_tokens
         assert all(count > 0 for count in num_tokens)
-        assert self.by_columns.num_running <= self.config.max_num_seqs
-        table = self.by_columns.state.table
+        assert self.core.num_running <= self.config.max_num_seqs
+        table = self.core.state.table
         keys = [table.request(row).key for row in plan.rows.tolist()]
         assert len(set(keys)) == len(keys)
         assert not set(keys) & set(plan.preempted_keys), "scheduled and preempted in one step"
-        assert not set(keys) & set(self.by_columns.state.queues.paused), "scheduled and paused"
+        assert not set(keys) & set(self.core.state.queues.paused), "scheduled and paused"
         assert set(plan.appended_block_rows.tolist()) <= set(plan.rows.tolist())
         for victim in plan.facts.victims:
             assert victim.trigger_id, "a victim of nobody"
@@ -269,13 +270,13 @@ class SchedulerMachine(RuleBasedStateMachine):
             self._check_nobody_is_forgotten(plan, keys)
         self.first_admissions += [a.key for a in plan.admissions if not a.is_resumed]
         self.ended |= {one.key for one in plan.expired}
-        flight = next((f for f in self.by_columns.state.flights if f.step_id == plan.step_id), None)
+        flight = next((f for f in self.core.state.flights if f.step_id == plan.step_id), None)
         self.flights.append((plan, flight))
 
     def _check_nobody_is_forgotten(self, plan: StepPlan, keys: list[int]) -> None:
         """Every waiting request has a reason: its own, or that of the head it is behind."""
         facts = plan.facts
-        assert len(facts.passed_over) + facts.num_behind_head == self.by_columns.num_waiting
+        assert len(facts.passed_over) + facts.num_behind_head == self.core.num_waiting
         if facts.num_behind_head:
             assert facts.passed_over, "somebody waits behind nobody"
 

@@ -162,7 +162,6 @@ def test_explain_counts_the_steps_in_which_a_running_prefill_got_nothing(
     share=st.sampled_from([0.1, 0.5, 0.9]),
     policy=st.sampled_from(["fcfs", "priority"]),
     pipeline_depth=st.sampled_from([1, 2]),
-    max_walked_rows=st.sampled_from([0, 4, 100]),
 )
 def test_the_first_token_of_a_short_prompt_comes_within_the_bound(
     num_long: int,
@@ -173,12 +172,11 @@ def test_the_first_token_of_a_short_prompt_comes_within_the_bound(
     share: float,
     policy: str,
     pipeline_depth: int,
-    max_walked_rows: int,
 ) -> None:
     """The bound that docs/scheduling-core.md states."""
     limits = LIMITS | {"long_prefill_share": share, "max_num_seqs": 100, "policy": policy}
     config = scheduler_config(**limits, pipeline_depth=pipeline_depth)
-    driver = Driver(SchedulerCore(config, max_walked_rows=max_walked_rows))
+    driver = Driver(SchedulerCore(config))
     driver.add(*(new_request(key, 1, max_tokens=5000) for key in range(num_decoding)))
     driver.step()
     driver.add(*(new_request(1000 + n, LONG) for n in range(num_long)))
