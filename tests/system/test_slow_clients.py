@@ -16,7 +16,7 @@ from headrace.status.embedded import EmbeddedStore
 from headrace.status.states import Writer
 from headrace.status.store import StatusStore
 from headrace.v1 import common_pb2, inference_pb2, inference_pb2_grpc
-from router.core.pauses import LOGPROBS_COST
+from router.core.pauses import UnreadLimits
 from scheduler.config import SchedulerSettings
 from tests.router.stack import running_stack
 from tests.router.tiny_models import byte_level_model
@@ -26,6 +26,9 @@ from tests.scheduler.harness import running_scheduler, until
 PROMPT, QUICK = [11, 12, 13, 14, 15], [21, 22, 23]
 NUM_TOKENS = 1500
 MAX_UNREAD = 100
+# Of tokens that come with 20 alternatives each, so many may wait as with this limit of plain ones.
+MAX_UNREAD_TOKENS = 6_100
+assert UnreadLimits(max_unread_tokens=MAX_UNREAD_TOKENS).of(20) == MAX_UNREAD
 NUM_BLOCKS = 256
 SMALL_WINDOW = [
     ("grpc.http2.bdp_probe", 0),
@@ -96,7 +99,7 @@ async def everything(depth=1, store_url="", store=None, **streams):
             running_stack(
                 schedulers=[scheduler],
                 models={"fake": byte_level_model()},
-                streams={"max_unread_tokens": MAX_UNREAD * LOGPROBS_COST} | streams,
+                streams={"max_unread_tokens": MAX_UNREAD_TOKENS} | streams,
                 store_url=store_url,
             ) as stack,
             grpc.aio.insecure_channel(stack.address, options=SMALL_WINDOW) as channel,
