@@ -67,6 +67,7 @@ def open_channel(target: str, config: ChannelConfig | None = None) -> grpc.aio.C
         ("grpc.max_send_message_length", config.max_message_bytes),
         ("grpc.keepalive_time_ms", 30_000),
         ("grpc.keepalive_timeout_ms", 10_000),
+        ("grpc.http2.ping_timeout_ms", 10_000),
         ("grpc.keepalive_permit_without_calls", 1),
         # A peer that restarts must be found again within a second or two.
         ("grpc.initial_reconnect_backoff_ms", 100),

@@ -1,10 +1,12 @@
 """What a service's __main__ shares: logging, event loop, parent's death, bound address."""
 
 import asyncio
+import contextlib
 import ctypes
 import gc
 import logging
 import os
+import resource
 import signal
 import sys
 from collections.abc import Coroutine
@@ -41,6 +43,7 @@ def run(name: str, config: ProcessConfig, main: Coroutine[Any, Any, None]) -> No
     )
     if os.environ.get("HEADRACE_PARENT_DEATH") == "1":
         die_with_parent()
+    _allow_many_files()
     with asyncio.Runner(loop_factory=_loop_factory()) as runner:
         runner.run(main)
 
@@ -72,6 +75,14 @@ def die_with_parent(number: signal.Signals = signal.SIGTERM) -> None:
     ctypes.CDLL(None).prctl(_PR_SET_PDEATHSIG, number)
     if os.getppid() != parent:  # it died before we asked
         os.kill(os.getpid(), number)
+
+
+def _allow_many_files() -> None:
+    """Raises the limit of open files, and so of connections, as far as we may."""
+    _, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
+    # Not every system takes its own word for "no limit".
+    with contextlib.suppress(ValueError, OSError):
+        resource.setrlimit(resource.RLIMIT_NOFILE, (hard, hard))
 
 
 def _loop_factory() -> Any:

@@ -6,7 +6,6 @@ the handler calls `release_request` or ends, and others wait for them, first com
 """
 
 import asyncio
-from collections import deque
 from collections.abc import Awaitable, Callable
 from contextvars import ContextVar
 from typing import Any, cast
@@ -21,9 +20,9 @@ from headrace.service.errors import ServiceError, exhausted, malformed
 from headrace.service.handlers import over_bytes, read, surround
 from headrace.service.message_size import MAX_FIELDS, too_many_fields
 
-# Requests that are being received, and how long each may take while others wait.
-_MAX_READS = 16
-_READ_PATIENCE_S = 2.0
+# Requests that are being received: more for so long only.
+_MAX_READS = 32
+_READ_S = 2.0
 # Smaller requests wait for no other to be decoded.
 _MAX_SMALL_BYTES = 64 * 1024
 _MAX_LARGE_BYTES = 16 * 1024 * 1024
@@ -41,7 +40,7 @@ class RequestInterceptor(grpc.aio.ServerInterceptor):
     def __init__(self) -> None:
         self._large = LargeRequests(_MAX_LARGE_BYTES, _MAX_WAITING_BYTES)
         self._decoding = asyncio.Lock()
-        self._reads = Crowd(_MAX_READS, _READ_PATIENCE_S)
+        self._reads = Crowd(_MAX_READS, _READ_S)
         self._health_reads = Crowd(_MAX_HEALTH_READS)
         # By method: its handler as it was registered, and what we made of it.
         self._made: dict[str, tuple[Any, Any]] = {}
@@ -133,7 +132,8 @@ class LargeRequests:
         """max_bytes are of those admitted, at least one; max_waiting_bytes of those that wait."""
         self._max_bytes = max_bytes
         self._max_waiting_bytes = max_waiting_bytes
-        self._waiting: deque[tuple[int, asyncio.Future[None]]] = deque()
+        # Bytes of each by the future of its turn.
+        self._waiting: dict[asyncio.Future[None], int] = {}
         self.num_bytes = 0
         self.num_waiting_bytes = 0
 
@@ -152,18 +152,17 @@ class LargeRequests:
             return
         if self.num_waiting_bytes + num_bytes > self._max_waiting_bytes:
             raise exhausted("TOO_MANY_REQUESTS", "too many large requests wait to be read", 1.0)
-        entry = num_bytes, asyncio.get_running_loop().create_future()
-        self._waiting.append(entry)
+        turn = asyncio.get_running_loop().create_future()
+        self._waiting[turn] = num_bytes
         self.num_waiting_bytes += num_bytes
         try:
-            await entry[1]
+            await turn
         except asyncio.CancelledError:
-            if entry in self._waiting:
-                self._waiting.remove(entry)
-                self.num_waiting_bytes -= num_bytes
-                self._admit()
+            if turn.cancelled():
+                self.num_waiting_bytes -= self._waiting.pop(turn, 0)
             else:
-                self.leave(num_bytes)
+                self.num_bytes -= num_bytes
+            self._admit()
             raise
 
     def leave(self, num_bytes: int) -> None:
@@ -172,11 +171,16 @@ class LargeRequests:
         self._admit()
 
     def _admit(self) -> None:
-        while self._waiting and self._has_room(self._waiting[0][0]):
-            num_bytes, turn = self._waiting.popleft()
+        while self._waiting:
+            turn, num_bytes = next(iter(self._waiting.items()))
+            # One that was cancelled in this round of the loop has not heard of it yet.
+            if not (turn.cancelled() or self._has_room(num_bytes)):
+                return
+            del self._waiting[turn]
             self.num_waiting_bytes -= num_bytes
-            self.num_bytes += num_bytes
-            turn.set_result(None)
+            if not turn.cancelled():
+                self.num_bytes += num_bytes
+                turn.set_result(None)
 
     def _has_room(self, num_bytes: int) -> bool:
         return not self.num_bytes or self.num_bytes + num_bytes <= self._max_bytes

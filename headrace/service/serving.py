@@ -1,6 +1,7 @@
 """A gRPC server as every service here runs it: health, reflection, TLS, token, clear errors."""
 
 import asyncio
+import resource
 import signal
 from collections.abc import Sequence
 from typing import Annotated
@@ -18,6 +19,18 @@ from headrace.service.requests import RequestInterceptor
 from headrace.service.tls import read_authorities, read_pair, read_token
 
 _MAX_PORT = 65_535
+# Clients behind gateways ping during a long silent prefill; let them.
+_PINGS = (
+    ("grpc.http2.max_ping_strikes", 0),
+    ("grpc.http2.min_ping_interval_without_data_ms", 10_000),
+    ("grpc.keepalive_permit_without_calls", 1),
+)
+# A connection must get this far in this time: TLS and HTTP/2 agreed, pings answered.
+_HANDSHAKE_MS = 10_000
+_PING_MS, _PONG_MS = 60_000, 20_000
+_MAX_IDLE_MS = 300_000
+_MAX_CONNECTIONS = 4096
+_MAX_STREAMS = 4096
 _STOP_SIGNALS = (signal.SIGTERM, signal.SIGINT)
 
 
@@ -63,11 +76,8 @@ class GrpcServer:
                 ("grpc.max_send_message_length", -1),
                 # A port that is taken must be an error, not a second listener.
                 ("grpc.so_reuseport", 0),
-                # Clients behind gateways ping during a long silent prefill; let them.
-                ("grpc.http2.max_ping_strikes", 0),
-                ("grpc.http2.min_ping_interval_without_data_ms", 10_000),
-                ("grpc.keepalive_permit_without_calls", 1),
-                ("grpc.http2.bdp_probe", 0),
+                *_PINGS,
+                *_hostile_peers(),
             ],
         )
         names = (*service_names, health.FULL_NAME, reflection.SERVICE_NAME)
@@ -120,6 +130,23 @@ class GrpcServer:
             root_certificates=client_ca,
             require_client_auth=client_ca is not None,
         )
+
+
+def _hostile_peers() -> tuple[tuple[str, int], ...]:
+    """Options that bound what a connection costs which does nothing, or too much."""
+    # Half of our descriptors are for files, and for connections of our own.
+    num_files, _ = resource.getrlimit(resource.RLIMIT_NOFILE)
+    return (
+        ("grpc.server_handshake_timeout_ms", _HANDSHAKE_MS),
+        ("grpc.keepalive_time_ms", _PING_MS),
+        ("grpc.keepalive_timeout_ms", _PONG_MS),
+        ("grpc.http2.ping_timeout_ms", _PONG_MS),
+        ("grpc.max_connection_idle_ms", _MAX_IDLE_MS),
+        ("grpc.max_allowed_incoming_connections", min(_MAX_CONNECTIONS, num_files // 2)),
+        ("grpc.max_concurrent_streams", _MAX_STREAMS),
+        # Else the window of a stream grows to megabytes before anybody reads its request.
+        ("grpc.http2.bdp_probe", 0),
+    )
 
 
 def stop_asked() -> asyncio.Event:

@@ -12,8 +12,9 @@ INITIAL_WINDOW_SIZE = 4
 class RawHttp2:
     """One connection. Close it, or use it as a context manager."""
 
-    def __init__(self, address: str, *, window: int = 65_535) -> None:
+    def __init__(self, address: str, *, window: int = 65_535, answers_pings: bool = True) -> None:
         """window is what the server may send on each stream unasked."""
+        self._answers_pings = answers_pings
         if address.startswith("unix:"):
             self._socket = socket.socket(socket.AF_UNIX)
             self._socket.connect(address.removeprefix("unix:"))
@@ -73,7 +74,8 @@ class RawHttp2:
         size = int.from_bytes(head[:3], "big")
         kind, flags, stream = struct.unpack(">BBI", head[3:])
         payload = self._exactly(size)
-        if kind in {SETTINGS, PING} and not flags & ACK:
+        is_answered = kind == SETTINGS or (kind == PING and self._answers_pings)
+        if is_answered and not flags & ACK:
             self.send(kind, ACK, 0, payload if kind == PING else b"")
         return kind, flags, stream, payload
 

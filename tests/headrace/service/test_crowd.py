@@ -1,4 +1,4 @@
-"""Places in a crowd: who waits, who leaves, and that none is lost."""
+"""Who leaves a crowd when others come."""
 
 import asyncio
 
@@ -8,89 +8,51 @@ from headrace.service.crowd import Crowd
 from headrace.service.errors import ServiceError
 
 
-class Visitors:
-    """Tasks that stay in a crowd until they are told to go."""
+async def come(crowd):
+    """A task that stays in the crowd until it is told to leave, or cancelled."""
+    inside = asyncio.Event()
 
-    def __init__(self, crowd):
-        self._crowd = crowd
-        self.inside = []
-        self.tasks = {}
-        self._exits = {}
+    async def stay():
+        async with crowd.place():
+            inside.set()
+            await asyncio.Event().wait()
 
-    async def come(self, name):
-        self._exits[name] = asyncio.Event()
-        self.tasks[name] = asyncio.create_task(self._visit(name))
-        await settled()
-
-    async def _visit(self, name):
-        async with self._crowd.place():
-            self.inside.append(name)
-            await self._exits[name].wait()
-
-    async def go(self, name):
-        self._exits[name].set()
-        await self.tasks[name]
-        await settled()
+    task = asyncio.create_task(stay())
+    await inside.wait()
+    return task
 
 
-async def settled():
-    for _ in range(5):
-        await asyncio.sleep(0)
+async def leave(*tasks):
+    for task in tasks:
+        task.cancel()
+    await asyncio.gather(*tasks, return_exceptions=True)
 
 
-@pytest.mark.parametrize("patience_s", [0.0, 0.01])
-async def test_the_oldest_leaves_for_a_newcomer(patience_s):
-    crowd = Crowd(2, patience_s)
-    visitors = Visitors(crowd)
-    for name in "abc":
-        await visitors.come(name)
+async def test_the_oldest_leaves_for_a_newcomer():
+    crowd = Crowd(2)
+    first, *others = [await come(crowd) for _ in range(3)]
     with pytest.raises(ServiceError) as caught:
-        await visitors.tasks["a"]
+        await first
     assert caught.value.reason == "TOO_MANY_CALLS"
-    await settled()
-    assert visitors.inside == ["a", "b", "c"]
-    await visitors.go("b")
-    await visitors.go("c")
+    assert len(crowd) == 2
+    await leave(*others)
     assert not len(crowd)
 
 
-async def test_newcomers_wait_for_those_who_are_not_there_for_long():
-    crowd = Crowd(1, 1_000.0)
-    visitors = Visitors(crowd)
-    for name in "abc":
-        await visitors.come(name)
-    assert visitors.inside == ["a"]
-    await visitors.go("a")
-    assert visitors.inside == ["a", "b"]
-    await visitors.go("b")
-    await visitors.go("c")
+async def test_nobody_leaves_who_has_just_come():
+    crowd = Crowd(1, stay_s=1_000.0)
+    tasks = [await come(crowd) for _ in range(3)]
+    assert len(crowd) == 3
+    await leave(*tasks)
     assert not len(crowd)
 
 
-async def test_nobody_leaves_for_a_newcomer_that_has_gone():
-    crowd = Crowd(1, 1_000.0)
-    visitors = Visitors(crowd)
-    await visitors.come("a")
-    await visitors.come("b")
-    (scope,) = crowd._inside
-    assert scope.when() is not None
-    visitors.tasks["b"].cancel()
-    await settled()
-    assert scope.when() is None
-    await visitors.go("a")
-    assert not len(crowd)
-
-
-async def test_a_place_that_was_given_to_somebody_who_leaves_goes_on():
-    crowd = Crowd(1, 1_000.0)
-    visitors = Visitors(crowd)
-    for name in "abc":
-        await visitors.come(name)
-    # In one round of the loop: a gives its place to b, which is cancelled before it runs.
-    visitors._exits["a"].set()
-    await asyncio.sleep(0)
-    visitors.tasks["b"].cancel()
-    await settled()
-    assert visitors.inside == ["a", "c"]
-    await visitors.go("c")
-    assert not len(crowd)
+async def test_all_that_are_too_many_and_old_leave_at_once():
+    crowd = Crowd(1, stay_s=1_000.0)
+    old = [await come(crowd) for _ in range(3)]
+    crowd._inside = dict.fromkeys(crowd._inside, float("-inf"))
+    newcomer = await come(crowd)
+    ends = await asyncio.gather(*old, return_exceptions=True)
+    assert {type(end) for end in ends} == {ServiceError}
+    assert len(crowd) == 1
+    await leave(newcomer)

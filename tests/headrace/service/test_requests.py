@@ -277,15 +277,16 @@ async def test_when_too_much_waits_a_large_request_is_refused():
         await turns.end(name)
 
 
-@pytest.mark.parametrize("is_admitted", [False, True])
-async def test_a_caller_that_leaves_gives_its_turn_back(is_admitted):
+@pytest.mark.parametrize("when", ["it waits", "its turn has come", "its turn comes"])
+async def test_a_caller_that_leaves_gives_its_turn_back(when):
     large = LargeRequests(MB, 10 * MB)
     turns = Turns(large)
     for name in ("a", "b", "c"):
         await turns.begin(name, MB)
-    if is_admitted:
-        # Cancelled in the same round of the loop as its turn comes.
+    # In one round of the loop, but where it just waits.
+    if when != "it waits":
         turns._gates["a"].set()
+    if when == "its turn has come":
         await asyncio.sleep(0)
     turns.tasks["b"].cancel()
     with pytest.raises(asyncio.CancelledError):
