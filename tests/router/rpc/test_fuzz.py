@@ -115,7 +115,7 @@ async def test_any_requests_at_once_are_answered_and_leave_nothing(fuzzed, reque
 @SETTINGS
 @given(data=st.data())
 async def test_any_call_of_the_other_methods_is_answered(fuzzed, method, data):
-    kind = getattr(inference_pb2, f"{method}ClientRequest")
+    kind = getattr(inference_pb2, f"{method}Request")
     chosen = data.draw(fields(kind.DESCRIPTOR)) if kind.DESCRIPTOR.fields else {}
     call = getattr(fuzzed.stub, method)(kind(**chosen), timeout=20)
     if method == "Resume":
