@@ -6,6 +6,7 @@ from pathlib import Path
 
 from scheduler.config import PoolSettings, SchedulerSettings
 from scheduler.core.plan import SchedulerConfig
+from scheduler.core.policy import POLICIES, policy_name
 from scheduler.core.scheduler import SchedulerCore
 from scheduler.engine import Engine
 from scheduler.pool import Pool
@@ -33,8 +34,7 @@ def core_config(info: WorkerInfo, settings: SchedulerSettings) -> SchedulerConfi
         max_num_seqs=_narrowed(info.max_num_seqs, settings.max_num_seqs),
         long_prefill_token_threshold=settings.long_prefill_token_threshold or half,
         long_prefill_share=settings.long_prefill_share,
-        policy=settings.policy,
-        priority_preemption=settings.priority_preemption,
+        policy=policy_name(settings.policy, displaces=settings.priority_preemption),
         enable_prefix_caching=settings.enable_prefix_caching,
         watermark=settings.watermark,
         num_spec_tokens=num_spec_tokens,
@@ -49,7 +49,7 @@ def as_driven(info: WorkerInfo, config: SchedulerConfig) -> WorkerInfo:
         info,
         max_num_seqs=config.max_num_seqs,
         max_num_batched_tokens=config.max_num_batched_tokens,
-        displaces_by_priority=config.policy == "priority" and config.priority_preemption,
+        displaces_by_priority=POLICIES[config.policy].displaces,
     )
 
 

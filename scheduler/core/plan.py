@@ -18,6 +18,8 @@ Int32Array = NDArray[np.int32]
 Int64Array = NDArray[np.int64]
 BoolArray = NDArray[np.bool_]
 
+PolicyName = Literal["fcfs", "priority", "preemptive_priority"]
+
 EMPTY_INT32: Int32Array = np.empty(0, dtype=np.int32)
 
 
@@ -69,8 +71,7 @@ class SchedulerConfig:
     long_prefill_token_threshold: int = 0
     long_prefill_share: float = 1.0
     enable_chunked_prefill: bool = True
-    policy: Literal["fcfs", "priority"] = "fcfs"
-    priority_preemption: bool = False
+    policy: PolicyName = "fcfs"
     enable_prefix_caching: bool = True
     watermark: float = 0.0
     reserve_full_sequence: bool = True

@@ -6,87 +6,47 @@ have to wait for other long prefills (see `long_prefills`). Requests whose clien
 `paused`, apart from the queues: no step looks at them, however many there are and however long.
 """
 
-from collections import OrderedDict
 from collections.abc import Iterator
-from typing import Literal, Protocol
+from typing import Any
 
-from headrace.lazy_heap import LazyHeap
+from headrace.lazy_heap import Entry, LazyHeap
+from scheduler.core.policy import Policy
 from scheduler.core.request import Request
 
 
-class WaitingQueue(Protocol):
-    """A queue whose head is the next to be looked at."""
+class WaitingQueue:
+    """Requests in the order of a policy."""
 
-    def push(self, request: Request) -> None:
-        """Add at its place for a new request."""
-
-    def push_front(self, request: Request) -> None:
-        """Add at its place for one that comes back."""
-
-    def head(self) -> Request:
-        """The next one; the queue is not empty."""
-
-    def pop(self) -> Request:
-        """Take the next one."""
-
-    def remove(self, request: Request) -> bool:
-        """Take this one out, if it is here."""
-
-    def __len__(self) -> int: ...
-
-    def __iter__(self) -> Iterator[Request]: ...
-
-
-class FcfsQueue:
-    """First come, first served; who comes back goes to the front."""
-
-    def __init__(self) -> None:
-        self._requests: OrderedDict[int, Request] = OrderedDict()
-
-    def push(self, request: Request) -> None:
-        self._requests[request.key] = request
-
-    def push_front(self, request: Request) -> None:
-        self._requests[request.key] = request
-        self._requests.move_to_end(request.key, last=False)
-
-    def head(self) -> Request:
-        return next(iter(self._requests.values()))
-
-    def pop(self) -> Request:
-        return self._requests.popitem(last=False)[1]
-
-    def remove(self, request: Request) -> bool:
-        return self._requests.pop(request.key, None) is not None
-
-    def __len__(self) -> int:
-        return len(self._requests)
-
-    def __iter__(self) -> Iterator[Request]:
-        return iter(self._requests.values())
-
-
-class PriorityQueue:
-    """Smallest (priority, arrival_time, request_id) first, wherever a request comes from."""
-
-    def __init__(self) -> None:
+    def __init__(self, policy: Policy) -> None:
+        self._policy = policy
         self._heap: LazyHeap[int, Request] = LazyHeap()
+        self._num_pushed = 0
 
     def push(self, request: Request) -> None:
-        # Two live requests of one id are told apart by their keys.
-        self._heap.push(request.key, (request.order_key, request.key), request)
+        """Queue a new request."""
+        self._num_pushed += 1
+        self._heap.push(request.key, self._policy.rank(request, self._num_pushed), request)
 
-    push_front = push
+    def push_front(self, request: Request) -> None:
+        """Queue a request that comes back."""
+        self._num_pushed += 1
+        self._heap.push(request.key, self._policy.rank(request, -self._num_pushed), request)
 
     def head(self) -> Request:
-        entry = self._heap.head()
-        assert entry is not None, "an empty queue has no head"
-        return entry.item
+        """The next request; the queue must not be empty."""
+        return self._first().item
+
+    @property
+    def head_rank(self) -> Any:
+        """The next request's rank; the queue must not be empty."""
+        return self._first().rank
 
     def pop(self) -> Request:
+        """Remove and return the next request."""
         return self._heap.pop()
 
     def remove(self, request: Request) -> bool:
+        """Remove a request; False if it is not in this queue."""
         return self._heap.remove(request.key)
 
     def __len__(self) -> int:
@@ -95,18 +55,20 @@ class PriorityQueue:
     def __iter__(self) -> Iterator[Request]:
         return iter(self._heap)
 
+    def _first(self) -> Entry[int, Request]:
+        entry = self._heap.head()
+        assert entry is not None, "an empty queue has no head"
+        return entry
+
 
 class WaitingQueues:
     """The queues of one policy, and `paused` by key. Length and iteration are of the queues."""
 
-    def __init__(self, policy: Literal["fcfs", "priority"]) -> None:
-        self._is_priority = policy == "priority"
-        make: type[FcfsQueue] | type[PriorityQueue] = (
-            PriorityQueue if self._is_priority else FcfsQueue
-        )
-        self.waiting: WaitingQueue = make()
-        self.skipped: WaitingQueue = make()
-        self.held: WaitingQueue = make()
+    def __init__(self, policy: Policy) -> None:
+        self._policy = policy
+        self.waiting = WaitingQueue(policy)
+        self.skipped = WaitingQueue(policy)
+        self.held = WaitingQueue(policy)
         self.paused: dict[int, Request] = {}
 
     def __len__(self) -> int:
@@ -132,8 +94,8 @@ class WaitingQueues:
         queues = [queue for queue in all_queues[not with_held :] if queue]
         if len(queues) < 2:
             return queues[0] if queues else None
-        if self._is_priority:
-            return min(queues, key=lambda queue: queue.head().order_key)
+        if self._policy.merges_queues:
+            return min(queues, key=lambda queue: queue.head_rank)
         return queues[0]
 
     def hold(self, request: Request) -> None:

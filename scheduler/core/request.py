@@ -29,7 +29,6 @@ class Request:
         "num_preemptions",
         "num_prompt_tokens",
         "num_stale_tokens",
-        "order_key",
         "request_id",
         "row",
         "spec",
@@ -64,7 +63,6 @@ class Request:
         # Tokens scheduled before a preemption whose output has not come yet; dropped or delivered.
         self.num_stale_tokens = 0
         self.drop_stale = False
-        self.order_key = (spec.priority, spec.arrival_time, spec.request_id)
 
     @property
     def is_blocked(self) -> bool:

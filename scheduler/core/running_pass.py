@@ -24,7 +24,6 @@ class RunningPass:
         self._threshold = config.long_prefill_token_threshold
         self._max_computed = config.max_model_len - 1
         self._has_drafts = config.num_spec_tokens > 0
-        self._is_priority = config.policy == "priority"
 
     def run(self, batch: StepBatch) -> None:
         """Schedule running requests into the batch."""
@@ -101,7 +100,7 @@ class RunningPass:
         after = columns.num_computed + columns.num_scheduled
         num_missing = int(self._kv.num_missing(columns.rows, after)[0])
         while num_missing > self._kv.pool.num_free:
-            victim_position = self._victim_position()
+            victim_position = self._state.policy.victim_position(table)
             victim_row = int(table.running_rows[victim_position])
             was_scheduled = self._state.displace(
                 batch, victim_position, table.request(row), num_missing
@@ -159,13 +158,6 @@ class RunningPass:
             before = np.cumsum(long) - long
             wanted[places] = np.clip(batch.long_budget - before, 0, long)
         return wanted
-
-    def _victim_position(self) -> int:
-        """Who loses its blocks: the youngest, or the least urgent under policy priority."""
-        if self._is_priority:
-            return self._state.least_urgent_position()
-        # It has the least to recompute, and rejoins at the head of waiting.
-        return self._table.num_running - 1
 
 
 def _clip(wanted: Int32Array, budget: int) -> int:

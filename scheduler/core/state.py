@@ -25,6 +25,7 @@ from scheduler.core.plan import (
     SchedulerConfig,
     Victim,
 )
+from scheduler.core.policy import POLICIES
 from scheduler.core.queues import WaitingQueues
 from scheduler.core.request import NO_ROW, Request
 from scheduler.core.request_table import IntpArray, RequestTable
@@ -52,7 +53,8 @@ class SchedulerState:
         self.config = config
         self.table = RequestTable(config)
         self.kv = KvCache(config, self.table)
-        self.queues = WaitingQueues(config.policy)
+        self.policy = POLICIES[config.policy]
+        self.queues = WaitingQueues(self.policy)
         self.ledger = Ledger()
         # The step being planned, or the next one; and the clock of the last call.
         self.step_id = 0
@@ -157,11 +159,6 @@ class SchedulerState:
         self.preempt(row, victim)
         batch.victims.append(victim)
         return was_scheduled
-
-    def least_urgent_position(self) -> int:
-        """Position of the greatest (priority, arrival_time); the first of equal ones."""
-        running = [self.table.request(row) for row in self.table.running_rows.tolist()]
-        return max(range(len(running)), key=lambda i: running[i].order_key[:2])
 
     def finish(
         self, request: Request, status: RequestStatus, stop_token_id: int | None = None

@@ -41,7 +41,7 @@ class WaitingPass:
         self._state = state
         config = state.config
         self._config = config
-        self._is_displacing = config.priority_preemption and config.policy == "priority"
+        self._policy = state.policy
         self._num_watermark_blocks = int(config.watermark * config.num_gpu_blocks)
 
     def run(self, batch: StepBatch) -> None:
@@ -55,7 +55,7 @@ class WaitingPass:
         while (queue := queues.next_queue(with_held=batch.long_budget > 0)) is not None:
             full = self._full(batch)
             request = queue.head()
-            if full is not None and not self._is_displacing:
+            if full is not None and not self._policy.displaces:
                 self._pass_over(batch, request, full)
                 break
             reason = self._not_ready(request)
@@ -108,7 +108,7 @@ class WaitingPass:
             queue.pop()
             self._admit(batch, request, fit)
             return True
-        if self._is_displacing and self._displace_for(batch, request, fit):
+        if self._policy.displaces and self._displace_for(batch, request, fit):
             return True
         self._note(batch, request, fit)
         if fit.reason is WaitReason.LONG_PREFILLS:
@@ -117,17 +117,16 @@ class WaitingPass:
         return False
 
     def _displace_for(self, batch: StepBatch, request: Request, lack: PassedOver) -> bool:
-        """Preempt the least urgent running request for a strictly more urgent waiting one.
+        """Preempt the policy's victim for a waiting request that may displace it.
 
-        False when nobody runs who is less urgent, or when all of them together would not do.
-        Equal priorities never displace each other.
+        False when it may not, or when the blocks of all that it may displace would not suffice.
         """
         state = self._state
         if not state.table.num_running:
             return False
-        position = state.least_urgent_position()
+        position = self._policy.victim_position(state.table)
         victim = state.table.request(int(state.table.running_rows[position]))
-        if victim.spec.priority <= request.spec.priority:
+        if not self._policy.may_displace(request, victim):
             return False
         if not self._would_help(batch, request, lack, victim):
             return False
@@ -159,7 +158,7 @@ class WaitingPass:
         table = state.table
         held: Counter[int] = Counter()
         for row in table.running_rows.tolist():
-            if table.request(row).spec.priority > request.spec.priority:
+            if self._policy.may_displace(request, table.request(row)):
                 held.update(table.block_table[row, : table.num_blocks[row]].tolist())
         pool = state.kv.pool
         return pool.num_free + sum(

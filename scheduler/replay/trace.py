@@ -11,6 +11,7 @@ from typing import Any
 import numpy as np
 
 from scheduler.core.plan import NewRequest, RepetitionLimit, SchedulerConfig
+from scheduler.core.policy import POLICIES, policy_name
 
 Record = dict[str, Any]
 
@@ -33,8 +34,8 @@ def header(config: SchedulerConfig, name: str) -> Record:
             "long_prefill_token_threshold": config.long_prefill_token_threshold,
             "long_prefill_share": config.long_prefill_share,
             "enable_chunked_prefill": config.enable_chunked_prefill,
-            "policy": config.policy,
-            "priority_preemption": config.priority_preemption,
+            "policy": POLICIES[config.policy].name,
+            "priority_preemption": POLICIES[config.policy].displaces,
             "enable_prefix_caching": config.enable_prefix_caching,
             "watermark": config.watermark,
             "scheduler_reserve_full_isl": config.reserve_full_sequence,
@@ -101,8 +102,7 @@ def trace_config(trace: Record) -> SchedulerConfig:
         long_prefill_token_threshold=config["long_prefill_token_threshold"],
         long_prefill_share=config.get("long_prefill_share", 1.0),
         enable_chunked_prefill=config["enable_chunked_prefill"],
-        policy=config["policy"],
-        priority_preemption=config.get("priority_preemption", False),
+        policy=policy_name(config["policy"], displaces=config.get("priority_preemption", False)),
         enable_prefix_caching=config["enable_prefix_caching"],
         watermark=config["watermark"],
         reserve_full_sequence=config["scheduler_reserve_full_isl"],

@@ -36,8 +36,7 @@ configs = st.builds(
     long_prefill_token_threshold=st.sampled_from([0, 0, 7]),
     long_prefill_share=st.sampled_from([1.0, 0.5, 0.3]),
     enable_chunked_prefill=st.booleans(),
-    policy=st.sampled_from(["fcfs", "priority"]),
-    priority_preemption=st.booleans(),
+    policy=st.sampled_from(["fcfs", "priority", "preemptive_priority"]),
     enable_prefix_caching=st.booleans(),
     watermark=st.sampled_from([0.0, 0.0, 0.2]),
     reserve_full_sequence=st.booleans(),
@@ -209,7 +208,7 @@ class SchedulerMachine(RuleBasedStateMachine):
             self.steps(1, throttle=False, mid="")
         while self.flights:
             self._update()
-        if self.has_ties and self.config.policy == "priority":
+        if self.has_ties and self.config.policy != "fcfs":
             # Two that are equal in priority and arrival may take blocks from each other for ever,
             # as in the reference: the victim is the first of equals, whoever that is.
             for key in range(self.num_added):

@@ -52,9 +52,7 @@ class PlainRunningPass(RunningPass):
         num_blocks = state.kv.blocks_for(after + state.kv.num_lookahead)
         num_missing = max(num_blocks - table.num_blocks.item(row), 0)
         while num_missing > state.kv.pool.num_free:
-            victim_position = table.num_running - 1
-            if self.config.policy == "priority":
-                victim_position = state.least_urgent_position()
+            victim_position = state.policy.victim_position(table)
             victim_row = int(table.running_rows[victim_position])
             position -= state.displace(batch, victim_position, table.request(row), num_missing)
             if victim_row == row:

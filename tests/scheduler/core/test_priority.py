@@ -6,6 +6,7 @@ from typing import Any
 import pytest
 
 from scheduler.core.plan import WaitReason
+from scheduler.core.policy import policy_name
 from scheduler.core.scheduler import SchedulerCore
 from tests.scheduler.core.building import Driver, new_request
 
@@ -13,7 +14,8 @@ MakeCore = Callable[..., SchedulerCore]
 
 
 def make_driver(make_core: MakeCore, **fields: Any) -> Driver:
-    return Driver(make_core(policy="priority", enable_prefix_caching=False, **fields))
+    fields = {"policy": "priority", "enable_prefix_caching": False} | fields
+    return Driver(make_core(**fields))
 
 
 def test_the_least_urgent_falls_and_gives_its_tokens_back(make_core: MakeCore) -> None:
@@ -96,7 +98,7 @@ def test_an_urgent_request_waits_when_preemption_for_it_is_off(make_core: MakeCo
 def test_an_urgent_request_displaces_the_least_urgent(
     make_core: MakeCore, what: str, limits: dict[str, int]
 ) -> None:
-    driver = make_driver(make_core, priority_preemption=True, **limits)
+    driver = make_driver(make_core, policy="preemptive_priority", **limits)
     length = 1 if what == "budget" else 16
     driver.add(new_request(0, length, priority=5), new_request(1, length, priority=4))
     driver.step()
@@ -110,7 +112,7 @@ def test_an_urgent_request_displaces_the_least_urgent(
 
 
 def test_an_urgent_request_displaces_as_many_as_it_needs(make_core: MakeCore) -> None:
-    driver = make_driver(make_core, priority_preemption=True, num_gpu_blocks=6)
+    driver = make_driver(make_core, policy="preemptive_priority", num_gpu_blocks=6)
     driver.add(*(new_request(key, 12, priority=5) for key in range(5)))
     driver.step()
     driver.add(new_request(9, 40, priority=0))
@@ -121,7 +123,7 @@ def test_an_urgent_request_displaces_as_many_as_it_needs(make_core: MakeCore) ->
 
 
 def test_equal_priorities_never_displace_each_other(make_core: MakeCore) -> None:
-    driver = make_driver(make_core, priority_preemption=True, max_num_seqs=1)
+    driver = make_driver(make_core, policy="preemptive_priority", max_num_seqs=1)
     driver.add(new_request(0, priority=3, arrival_time=9.0))
     driver.step()
     driver.add(new_request(1, priority=3, arrival_time=0.0))
@@ -131,7 +133,7 @@ def test_equal_priorities_never_displace_each_other(make_core: MakeCore) -> None
 
 
 def test_who_was_displaced_does_not_come_back_in_the_same_step(make_core: MakeCore) -> None:
-    driver = make_driver(make_core, priority_preemption=True, max_num_seqs=2)
+    driver = make_driver(make_core, policy="preemptive_priority", max_num_seqs=2)
     driver.add(new_request(0, priority=5), new_request(1, priority=5))
     driver.step()
     driver.add(new_request(2, priority=0, max_tokens=1))
@@ -146,7 +148,7 @@ def test_who_was_displaced_does_not_come_back_in_the_same_step(make_core: MakeCo
 def test_who_was_displaced_stays_out_though_a_first_chunk_would_fit(make_core: MakeCore) -> None:
     driver = make_driver(
         make_core,
-        priority_preemption=True,
+        policy="preemptive_priority",
         num_gpu_blocks=6,
         reserve_full_sequence=False,
         long_prefill_token_threshold=16,
@@ -164,7 +166,7 @@ def test_who_was_displaced_stays_out_though_a_first_chunk_would_fit(make_core: M
 
 def test_nobody_is_displaced_when_that_would_not_be_enough(make_core: MakeCore) -> None:
     """r1 holds most blocks and is as urgent as r2: r0's one block would not help."""
-    driver = make_driver(make_core, priority_preemption=True, num_gpu_blocks=7)
+    driver = make_driver(make_core, policy="preemptive_priority", num_gpu_blocks=7)
     driver.add(new_request(0, 10, priority=5), new_request(1, 70, priority=0))
     driver.step()
     driver.add(new_request(2, 30, priority=0))
@@ -177,7 +179,7 @@ def test_no_slot_is_taken_for_a_request_that_lacks_blocks_all_the_same(
     make_core: MakeCore,
 ) -> None:
     """r0's slot and block would be free, but r1, as urgent as r2, holds most blocks."""
-    driver = make_driver(make_core, priority_preemption=True, num_gpu_blocks=7, max_num_seqs=2)
+    driver = make_driver(make_core, policy="preemptive_priority", num_gpu_blocks=7, max_num_seqs=2)
     driver.add(new_request(0, 10, priority=5), new_request(1, 60, priority=0))
     driver.step()
     driver.add(new_request(2, 40, priority=0))
@@ -186,8 +188,9 @@ def test_no_slot_is_taken_for_a_request_that_lacks_blocks_all_the_same(
     assert plan.facts.passed_over[0].reason is WaitReason.SEQUENCE_SLOTS
 
 
-def test_the_flag_changes_nothing_under_fcfs(make_core: MakeCore) -> None:
-    driver = Driver(make_core(priority_preemption=True, max_num_seqs=1))
+def test_under_fcfs_nobody_is_displaced(make_core: MakeCore) -> None:
+    policy = policy_name("fcfs", displaces=True)
+    driver = Driver(make_core(policy=policy, max_num_seqs=1))
     driver.add(new_request(0, priority=5))
     driver.step()
     driver.add(new_request(1, priority=0))

@@ -3,7 +3,8 @@ from typing import Any
 import pytest
 
 from scheduler.core.explain import History
-from scheduler.core.queues import FcfsQueue, PriorityQueue, WaitingQueues
+from scheduler.core.policy import POLICIES, Policy
+from scheduler.core.queues import WaitingQueue, WaitingQueues
 from scheduler.core.request import Request
 from tests.scheduler.core.building import new_request
 
@@ -17,7 +18,7 @@ def ids(queue: Any) -> list[str]:
 
 
 def test_fcfs_puts_who_comes_back_in_front() -> None:
-    queue = FcfsQueue()
+    queue = WaitingQueue(POLICIES["fcfs"])
     for key in (1, 2):
         queue.push(make(key))
     queue.push_front(make(0))
@@ -26,9 +27,9 @@ def test_fcfs_puts_who_comes_back_in_front() -> None:
     assert ids(queue) == ["r1", "r2"]
 
 
-@pytest.mark.parametrize("kind", [FcfsQueue, PriorityQueue])
-def test_removal_from_the_middle(kind: type[FcfsQueue] | type[PriorityQueue]) -> None:
-    queue = kind()
+@pytest.mark.parametrize("policy", POLICIES.values())
+def test_removal_from_the_middle(policy: Policy) -> None:
+    queue = WaitingQueue(policy)
     requests = [make(key) for key in range(4)]
     for request in requests:
         queue.push(request)
@@ -40,7 +41,7 @@ def test_removal_from_the_middle(kind: type[FcfsQueue] | type[PriorityQueue]) ->
 
 
 def test_priority_orders_by_priority_then_arrival_then_id_as_text() -> None:
-    queue = PriorityQueue()
+    queue = WaitingQueue(POLICIES["priority"])
     for key, priority, arrival in ((2, 1, 0.0), (10, 1, 0.0), (3, 0, 9.0), (4, 1, -1.0)):
         queue.push(make(key, priority=priority, arrival_time=arrival))
     assert ids(queue) == ["r3", "r4", "r10", "r2"]
@@ -48,7 +49,7 @@ def test_priority_orders_by_priority_then_arrival_then_id_as_text() -> None:
 
 
 def test_a_request_may_return_to_the_priority_queue_that_it_was_removed_from() -> None:
-    queue = PriorityQueue()
+    queue = WaitingQueue(POLICIES["priority"])
     request, other = make(0), make(1)
     queue.push(request)
     queue.push(other)
@@ -58,7 +59,7 @@ def test_a_request_may_return_to_the_priority_queue_that_it_was_removed_from() -
 
 
 def test_removed_requests_take_no_memory_while_more_urgent_ones_keep_coming() -> None:
-    queue = PriorityQueue()
+    queue = WaitingQueue(POLICIES["priority"])
     queue.push(make(0, priority=-1))
     request = make(1)
     for _ in range(100_000):
@@ -69,7 +70,7 @@ def test_removed_requests_take_no_memory_while_more_urgent_ones_keep_coming() ->
 
 
 def test_blocked_requests_are_set_aside_and_looked_at_first_under_fcfs() -> None:
-    queues = WaitingQueues("fcfs")
+    queues = WaitingQueues(POLICIES["fcfs"])
     queues.add(make(0))
     queues.add(make(1, needs_grammar=True))
     assert ids(queues.waiting) == ["r0"]
@@ -77,7 +78,7 @@ def test_blocked_requests_are_set_aside_and_looked_at_first_under_fcfs() -> None
 
 
 def test_under_priority_the_more_urgent_head_is_looked_at_first() -> None:
-    queues = WaitingQueues("priority")
+    queues = WaitingQueues(POLICIES["priority"])
     queues.add(make(0, priority=1))
     queues.add(make(1, priority=2, needs_grammar=True))
     assert queues.next_queue() is queues.waiting
@@ -86,7 +87,7 @@ def test_under_priority_the_more_urgent_head_is_looked_at_first() -> None:
 
 
 def test_requests_put_back_keep_their_order_before_older_ones() -> None:
-    queues = WaitingQueues("fcfs")
+    queues = WaitingQueues(POLICIES["fcfs"])
     queues.add(make(5, needs_grammar=True))
     queues.put_back([make(1), make(2)])
     assert ids(queues.skipped) == ["r1", "r2", "r5"]

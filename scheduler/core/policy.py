@@ -1,0 +1,90 @@
+"""Policies: who is admitted next, who loses its blocks, and who may displace whom.
+
+A new policy is a class here and its name in POLICIES.
+"""
+
+from collections.abc import Mapping
+from typing import Any, Protocol, cast
+
+from scheduler.core.plan import PolicyName
+from scheduler.core.request import Request
+from scheduler.core.request_table import RequestTable
+
+
+class Policy(Protocol):
+    """An order of requests.
+
+    name is the setting's. displaces: a waiting request may preempt a running one. merges_queues:
+    ranks can be compared across queues; else the queues are served one after the other.
+    """
+
+    name: str
+    displaces: bool
+    merges_queues: bool
+
+    def rank(self, request: Request, place: int, /) -> Any:
+        """What orders a queue; the smallest is first. place grows with each request at the end
+        and is negative for requests that come back to the front.
+        """
+
+    def victim_position(self, table: RequestTable) -> int:
+        """Position of the running request that loses its blocks when they run out."""
+
+    def may_displace(self, waiting: Request, running: Request, /) -> bool:
+        """Whether a waiting request may preempt a running one."""
+
+
+class Fcfs:
+    """First come, first served; a preempted request returns to the front."""
+
+    name = "fcfs"
+    displaces = False
+    merges_queues = False
+
+    def rank(self, _request: Request, place: int, /) -> Any:
+        return place
+
+    def victim_position(self, table: RequestTable) -> int:
+        """The youngest: it has the least to recompute, and returns to the front of the queue."""
+        return table.num_running - 1
+
+    def may_displace(self, _waiting: Request, _running: Request, /) -> bool:
+        return False
+
+
+class Priority:
+    """Smallest (priority, arrival_time, request_id) first, wherever a request comes from."""
+
+    name = "priority"
+    merges_queues = True
+
+    def __init__(self, *, displaces: bool = False) -> None:
+        """displaces: a more urgent waiting request preempts less urgent running ones."""
+        self.displaces = displaces
+
+    def rank(self, request: Request, _place: int, /) -> Any:
+        spec = request.spec
+        # Two live requests of one id are told apart by their keys.
+        return (spec.priority, spec.arrival_time, spec.request_id, request.key)
+
+    def victim_position(self, table: RequestTable) -> int:
+        """The greatest (priority, arrival_time); of equal ones the first in the running order."""
+        specs = [table.request(row).spec for row in table.running_rows.tolist()]
+        return max(range(len(specs)), key=lambda i: (specs[i].priority, specs[i].arrival_time))
+
+    def may_displace(self, waiting: Request, running: Request, /) -> bool:
+        """Only if it is strictly more urgent: equal ones would take turns for ever."""
+        return self.displaces and running.spec.priority > waiting.spec.priority
+
+
+POLICIES: Mapping[PolicyName, Policy] = {
+    "fcfs": Fcfs(),
+    "priority": Priority(),
+    "preemptive_priority": Priority(displaces=True),
+}
+
+
+def policy_name(name: str, *, displaces: bool) -> PolicyName:
+    """The policy of a setting and whether its requests displace others, where it knows that."""
+    variants = {(policy.name, policy.displaces): key for key, policy in POLICIES.items()}
+    return variants.get((name, displaces), cast("PolicyName", name))
