@@ -346,7 +346,9 @@ class Dispatcher:
                 self._pause(completion)
                 return [Paused(completion)]
             case PauseVerdict.GIVE_UP:
-                return [_too_slow(completion, f"more than {limit // crowd} tokens are unread")]
+                return [
+                    _too_slow(completion, f"more than {limit // crowd} of its tokens are unread")
+                ]
             case PauseVerdict.GO_ON:
                 return ()
 

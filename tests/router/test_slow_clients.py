@@ -144,7 +144,7 @@ def test_it_is_cut_at_once_where_that_is_asked_for():
     leave, request, _ = entered(slow)
     slow.step(num_tokens=11)
     assert request.error.reason == "SLOW_CLIENT"
-    assert "more than 10 tokens are unread" in request.error.message
+    assert "more than 10 of its tokens are unread" in request.error.message
     assert not slow.links["s"].paused
     leave()
     slow.assert_empty()
