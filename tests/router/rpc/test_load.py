@@ -99,7 +99,7 @@ async def test_a_scheduler_that_knows_no_pauses_does_not_fill_the_router():
         await slow.read()
         await stack.until(lambda: stack.scheduler.cancellations)
         assert stack.scheduler.pauses[-1] == ("slow", True)
-        with pytest.raises(grpc.aio.AioRpcError, match="more than 50000 tokens are unread"):
+        with pytest.raises(grpc.aio.AioRpcError, match="more than 50000 of its tokens are unread"):
             await stack.rest(slow)
 
 
