@@ -18,6 +18,7 @@ from gpuworker.config import KvCacheSettings, WorkerSettings
 from headrace.service import config, telemetry
 from headrace.service.model_files import ModelFilesError, resolve
 from headrace.service.process import ProcessConfig, keep_for_good, run, write_address
+from headrace.service.progress import say
 from headrace.service.serving import GrpcServer, ServingConfig, stop_asked
 
 logger = logging.getLogger("gpuworker")
@@ -138,14 +139,15 @@ def _load(settings: WorkerSettings, kv_cache: KvCacheSettings) -> Any:
     keep_freed_memory()
     torch.set_num_threads(settings.num_threads or num_compute_threads())
     started = time.monotonic()
+    say("reading the weights")
     try:
         path = resolve(settings.model)
         engine = load_engine(
             settings,
             kv_cache,
             path,
-            loading=_ProgressLog("loading: %d of %d tensors (%d %%)"),
-            capturing=_ProgressLog("capturing: %d of %d CUDA graphs (%d %%)"),
+            loading=_Progress("reading the weights: {} of {} tensors"),
+            capturing=_Progress("capturing CUDA graphs: {} of {}"),
         )
     except (
         ModelFilesError,
@@ -172,8 +174,8 @@ def _load(settings: WorkerSettings, kv_cache: KvCacheSettings) -> Any:
     return engine
 
 
-class _ProgressLog:
-    """Logs how far something is, every few seconds; text takes done, of how many, and percent."""
+class _Progress:
+    """Says how far something is, every few seconds; text takes done, and of how many."""
 
     def __init__(self, text: str) -> None:
         self._text = text
@@ -182,7 +184,7 @@ class _ProgressLog:
     def __call__(self, num_done: int, num_all: int) -> None:
         if time.monotonic() >= self._next_s:
             self._next_s = time.monotonic() + _PROGRESS_EVERY_S
-            logger.info(self._text, num_done, num_all, 100 * num_done // num_all)
+            say(self._text.format(num_done, num_all))
 
 
 if __name__ == "__main__":

@@ -16,6 +16,7 @@ from pathlib import Path
 from typing import TypeVar
 
 from headrace.client import ChannelConfig, HeadraceClient, ServiceError
+from headrace.service import progress
 from headrace.service.children import tied_to_us
 from headrace.service.private_dir import private_dir
 from headrace.status.embedded import EmbeddedStore, EmbeddedStoreError
@@ -76,10 +77,14 @@ class LocalConfig:
 
 
 class Child:
-    """One service process; its log lines go to `log` and the last ones are remembered."""
+    """One service process; its log lines go to `log` and the last ones are remembered.
 
-    def __init__(self, name: str, log: Tell) -> None:
+    What it says of its progress goes to `tell`.
+    """
+
+    def __init__(self, name: str, tell: Tell, log: Tell) -> None:
         self.name = name
+        self._tell = tell
         self._log = log
         self._last_lines: deque[str] = deque(maxlen=_NUM_LAST_LINES)
         self._process: asyncio.subprocess.Process | None = None
@@ -109,6 +114,9 @@ class Child:
             if not line:
                 return
             text = line.decode("utf-8", errors="replace").rstrip()
+            if (what := progress.said(text)) is not None:
+                self._tell(what)
+                continue
             self._last_lines.append(text)
             self._log(f"[{self.name}] {text}")
 
@@ -263,7 +271,7 @@ class _Start:
         """
         config = self._config
         listen = listen or f"unix:{self._folder / name}.sock"
-        child = Child(name, self._log)
+        child = Child(name, self._tell, self._log)
         self._stack.push_async_callback(child.stop, config.drain_timeout_s + _STOP_SLACK_S)
         command = [
             *config.programs[program],
@@ -275,7 +283,8 @@ class _Start:
         # The services lie beside us, installed or not.
         beside = str(Path(__file__).parents[1])
         path = os.pathsep.join(filter(None, [os.environ.get("PYTHONPATH"), beside]))
-        await child.start(command, os.environ | {"PYTHONPATH": path} | dict(environment or {}))
+        ours = {"PYTHONPATH": path, progress.VARIABLE: "1"}
+        await child.start(command, os.environ | ours | dict(environment or {}))
         self.children.append(child)
         return name
 

@@ -6,7 +6,6 @@ name in the cache is a digest of the source, the compiler and the processor.
 
 import ctypes
 import hashlib
-import logging
 import os
 import platform
 import shlex
@@ -16,8 +15,7 @@ import tempfile
 from pathlib import Path
 
 from headrace.service.model_files import cache_dir
-
-logger = logging.getLogger(__name__)
+from headrace.service.progress import say
 
 _SOURCE = Path(__file__).with_name("paged.cpp")
 _FLAGS = (
@@ -77,7 +75,7 @@ def _processor() -> str:
 
 def _build(compiler: list[str], library: Path) -> None:
     """Compiles beside the library's place and moves it there: nobody sees half of one."""
-    logger.info("building the CPU attention kernel with %s (once)", compiler[0])
+    say("compiling the attention kernel, once for this processor")
     with tempfile.TemporaryDirectory(dir=library.parent) as folder:
         draft = Path(folder) / library.name
         base = [*compiler, *_FLAGS, str(_SOURCE), "-o", str(draft)]

@@ -36,11 +36,13 @@ class Steps:
             self._out.write("\n")
 
     def begin(self, step: str) -> None:
-        """The next step; the one before is done."""
-        self.done()
-        self._step, self._began = step, time.monotonic()
+        """The next step; the one before is done. After a colon may be how far the step is."""
+        if self._step is None or step.partition(":")[0] != self._step.partition(":")[0]:
+            self.done()
+            self._began = time.monotonic()
+        self._step = step
         if self._is_live:
-            self._out.write(f"  {step} ...")
+            self._out.write(f"{self._clear}  {step} ...")
             self._out.flush()
 
     def done(self) -> None:

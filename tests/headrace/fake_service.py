@@ -14,6 +14,7 @@ from pathlib import Path
 
 from headrace.service.config import load
 from headrace.service.process import ProcessConfig, write_address
+from headrace.service.progress import say
 from headrace.service.serving import ServingConfig, stop_asked
 from headrace.v1 import inference_pb2
 from tests.headrace import fake_inference
@@ -47,6 +48,8 @@ async def main() -> None:
         sys.exit("out of memory, or so")
     if behaviour == "late":
         fake_inference.FakeInference = Unready
+    if arguments.name == "gpuworker":
+        say("reading the weights: 1 of 2")
     names = ("listen", "tls_cert_file", "tls_key_file")
     config = load(
         ServingConfig,

@@ -44,6 +44,18 @@ def test_a_terminal_sees_a_live_line(monkeypatch):
     assert "\r\x1b[K[gpuworker] a word\n  loading m ..." in text
 
 
+def test_a_step_tells_how_far_it_is_and_stays_one(monkeypatch):
+    def story(steps):
+        steps.begin("loading m")
+        for part in ("reading", "reading: 1 of 2", "reading: 2 of 2"):
+            steps.begin(part)
+
+    assert show(monkeypatch, False, story) == "  loading m  0.0 s\n  reading: 2 of 2  0.0 s\n"
+    assert "\r\x1b[K  reading: 1 of 2 ...\r\x1b[K  reading: 2 of 2 ..." in show(
+        monkeypatch, True, story
+    )
+
+
 def test_a_step_that_failed_is_not_called_done(monkeypatch):
     def fail(steps):
         steps.begin("loading m")
@@ -53,4 +65,4 @@ def test_a_step_that_failed_is_not_called_done(monkeypatch):
     monkeypatch.setattr("sys.stderr", screen)
     with pytest.raises(KeyError), Steps() as steps:
         fail(steps)
-    assert screen.getvalue() == "  loading m ...\n"
+    assert screen.getvalue().endswith("  loading m ...\n")
