@@ -39,6 +39,7 @@ from router.text.jobs import (
     Spell,
     perform,
 )
+from router.text.memory import Trimmer
 from router.text.processes import TextProcess, TextProcesses
 from router.text.tokenizer import ModelText
 
@@ -220,6 +221,7 @@ class PromptReader:
         lane = functools.partial(_Lane, self._processes, num_processes, max_waiting_chars)
         self._short = lane(slot_cpu_s=_SLOT_CPU_S, is_nice=False)
         self._big = lane(slot_cpu_s=math.inf, is_nice=True)
+        self._trimmer = Trimmer()
         self._has_spelled_control_tokens = has_spelled_control_tokens
 
     @property
@@ -233,6 +235,7 @@ class PromptReader:
 
     def close(self) -> None:
         """End all children."""
+        self._trimmer.close()
         self._processes.close()
 
     async def start(self) -> None:
@@ -264,6 +267,8 @@ class PromptReader:
         or its messages do not fit the template, RESOURCE_EXHAUSTED when too much text waits
         already, and INTERNAL when the model's tokenizer fails.
         """
+        if _num_chars(prompt) > _MAX_REUSE_CHARS:
+            self._trimmer.soon()
         check(1)
         tokenizer = self._models[model].tokenizer
 
@@ -344,6 +349,16 @@ class PromptReader:
             if isinstance(job, Render | Prepare):
                 return Refused(f"the chat template {message}")
             return Failed(message)
+
+
+def _num_chars(prompt: Prompt) -> int:
+    match prompt:
+        case TextPrompt(text):
+            return len(text)
+        case ChatPrompt():
+            return prompt.num_chars
+        case TokenPrompt(token_ids):
+            return len(token_ids)
 
 
 def _too_many() -> ServiceError:

@@ -25,6 +25,7 @@ _MAX_TENANT_CHARS = 64
 _MAX_SALT_BYTES = 128
 _MAX_MESSAGES = 2_048
 _MAX_ROLE_BYTES = 64
+_MAX_BYTES_PER_CHAR = 4  # UTF-8's
 _MAX_STOP = 16
 _MAX_STOP_BYTES = 256
 _MAX_STOP_TOKEN_IDS = 64
@@ -155,10 +156,11 @@ def to_prompt(request: inference_pb2.GenerateRequest, bounds: Bounds) -> Prompt:
     """The prompt, in one of its three forms."""
     match request.WhichOneof("prompt"):
         case "text":
-            if not request.text:
+            text = request.text
+            if not text:
                 raise invalid("text", "must not be empty")
-            _check_size("text", len(request.text.encode()), bounds)
-            return TextPrompt(request.text)
+            _check_size("text", [text], bounds)
+            return TextPrompt(text)
         case "token_ids":
             return TokenPrompt(_token_ids(request.token_ids.ids, bounds))
         case "chat":
@@ -170,7 +172,8 @@ def to_prompt(request: inference_pb2.GenerateRequest, bounds: Bounds) -> Prompt:
 def _token_ids(ids: Sequence[int], bounds: Bounds) -> Int32Array:
     if not ids:
         raise invalid("token_ids.ids", "must not be empty")
-    _check_size("token_ids.ids", 4 * len(ids), bounds)
+    if 4 * len(ids) > bounds.max_prompt_bytes:
+        raise _too_big("token_ids.ids", 4 * len(ids), bounds)
     values = np.array(ids, dtype=np.uint32)
     if int(values.max()) >= bounds.vocab_size:
         position = int(np.argmax(values >= bounds.vocab_size))
@@ -186,25 +189,29 @@ def _chat(chat: inference_pb2.ChatMessages, bounds: Bounds) -> ChatPrompt:
         raise invalid("chat.messages", "must have at least one message")
     if len(chat.messages) > _MAX_MESSAGES:
         raise invalid("chat.messages", f"must be at most {_MAX_MESSAGES}")
-    for position, message in enumerate(chat.messages):
-        if not 1 <= len(message.role.encode()) <= _MAX_ROLE_BYTES:
-            raise invalid(
-                f"chat.messages[{position}].role",
-                f"must have 1 to {_MAX_ROLE_BYTES} bytes, e.g. user",
-            )
-    size = sum(len(message.content.encode()) for message in chat.messages)
-    _check_size("chat.messages", size, bounds)
-    return ChatPrompt(
-        [{"role": message.role, "content": message.content} for message in chat.messages],
-        chat.add_generation_prompt if chat.HasField("add_generation_prompt") else True,
-    )
+    # Each access of a field makes its string anew.
+    messages = [{"role": message.role, "content": message.content} for message in chat.messages]
+    for position, message in enumerate(messages):
+        if not 1 <= len(message["role"].encode()) <= _MAX_ROLE_BYTES:
+            must = f"must have 1 to {_MAX_ROLE_BYTES} bytes, e.g. user"
+            raise invalid(f"chat.messages[{position}].role", must)
+    _check_size("chat.messages", [message["content"] for message in messages], bounds)
+    asks = chat.add_generation_prompt if chat.HasField("add_generation_prompt") else True
+    return ChatPrompt(messages, asks)
 
 
-def _check_size(field: str, num_bytes: int, bounds: Bounds) -> None:
+def _check_size(field: str, texts: Sequence[str], bounds: Bounds) -> None:
+    if _MAX_BYTES_PER_CHAR * sum(map(len, texts)) <= bounds.max_prompt_bytes:
+        return
+    num_bytes = sum(len(text) if text.isascii() else len(text.encode()) for text in texts)
     if num_bytes > bounds.max_prompt_bytes:
-        raise invalid(
-            field, f"has {num_bytes} bytes, at most {bounds.max_prompt_bytes} are taken; shorten it"
-        )
+        raise _too_big(field, num_bytes, bounds)
+
+
+def _too_big(field: str, num_bytes: int, bounds: Bounds) -> ServiceError:
+    return invalid(
+        field, f"has {num_bytes} bytes, at most {bounds.max_prompt_bytes} are taken; shorten it"
+    )
 
 
 def check_sampling(sampling: common_pb2.SamplingParams, vocab_size: int) -> None:

@@ -9,12 +9,12 @@ still tokenized in one call, so all else is split and merged as it would be othe
 
 import re
 import secrets
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 
 import numpy as np
 from numpy.typing import NDArray
-from tokenizers import AddedToken, Tokenizer, models
+from tokenizers import AddedToken, Tokenizer
 
 from router.text import taint
 from router.text.errors import ChatTemplateError
@@ -24,6 +24,7 @@ Int32Array = NDArray[np.int32]
 # A stand-in's name: private-use characters, which no normalizer changes.
 _FIRST_PRIVATE, _NUM_PRIVATE = 0xF0000, 65_534
 _NAME_CHARS = 12
+_MAX_BEGINNING_CHARS = 3
 # A character that no vocabulary has: private use, the last but two of Unicode.
 _RARE_CHAR = "\U0010fffd"
 
@@ -57,16 +58,7 @@ class ControlTokens:
         self._ids_not_from_text = np.setdiff1d(
             np.fromiter(self._token_by_id, np.int32), self._encode(_RARE_CHAR)
         )
-        # A tokenizer that knows nothing but the added tokens, to find them by the library's rules.
-        self._finder = Tokenizer(models.BPE())
-        self._finder.add_special_tokens(
-            [AddedToken(added[i].content, special=True, normalized=False) for i in sorted(added)]
-        )
-        self._id_by_found_id = _ids_by_other_ids(
-            self._finder, {i: token.content for i, token in self._token_by_id.items()}
-        )
-        # What a text with a name in it has in it, and few others: a quick search before the exact.
-        self._beginnings = {token.content[:3] for token in self._token_by_id.values()}
+        self._names = _Names({t.content: token_id for token_id, t in self._token_by_id.items()})
         self._id_by_stand_in: dict[int, int] = {}
         self._name_by_id: dict[int, str] = {}
         self._cut_name = ""
@@ -79,7 +71,7 @@ class ControlTokens:
             marks: one mark of `router.text.taint` per character of the text.
             fields: the strings of the messages that it was rendered from.
         """
-        is_spelled = any(self._find(field) for field in fields)
+        is_spelled = any(any(self._names.find(field)) for field in fields)
         # Marks get lost in rare operations only; an innocent prompt must not suffer from that.
         is_callers = f"[{taint.CALLER}{taint.UNKNOWN}]" if is_spelled else taint.CALLER
         begins = [0, *(match.end() for match in re.finditer(f"{is_callers}+", marks))]
@@ -87,7 +79,7 @@ class ControlTokens:
         found = [
             (begin + position, token_id)
             for begin, end in zip(begins, ends, strict=True)
-            for position, token_id in self._find(text[begin:end])
+            for position, token_id in self._names.find(text[begin:end])
         ]
         return ChatText(text, found, is_spelled)
 
@@ -96,13 +88,11 @@ class ControlTokens:
 
         Raises ChatTemplateError when the tokenizer's model itself makes a control token of text.
         """
-        ids = self._encode(chat.text)
-        expected = [token_id for _, token_id in chat.control_tokens]
-        is_control = np.isin(ids, self._ids_not_from_text)
-        if not chat.has_spelled_tokens and ids[is_control].tolist() == [
-            token_id for token_id in expected if token_id in self._ids_not_from_text
-        ]:
-            return ids
+        if not chat.has_spelled_tokens:
+            ids = self._encode(chat.text)
+            expected = np.array([token_id for _, token_id in chat.control_tokens], np.int32)
+            if np.array_equal(self._controls(ids), self._controls(expected)):
+                return ids
         return self._encode_with_stand_ins(chat)
 
     def _encode_with_stand_ins(self, chat: ChatText) -> Int32Array:
@@ -117,13 +107,13 @@ class ControlTokens:
         self._tokenizer.encode_special_tokens = True
         try:
             ids = self._encode("".join(pieces))
-            if self._has_control_tokens(ids):
+            if len(self._controls(ids)):
                 # Some models have the names in their vocabulary, too; apart they are other tokens.
                 pieces[::2] = map(self._cut_apart, pieces[::2])
                 ids = self._encode("".join(pieces))
         finally:
             self._tokenizer.encode_special_tokens = False
-        if self._has_control_tokens(ids):
+        if len(self._controls(ids)):
             raise ChatTemplateError(
                 "they spell a control token that this model cannot have as text"
             )
@@ -136,14 +126,15 @@ class ControlTokens:
             ids[position] = self._id_by_stand_in[int(ids[position])]
         return ids
 
-    def _has_control_tokens(self, ids: Int32Array) -> bool:
-        return bool(np.isin(ids, self._ids_not_from_text).any())
+    def _controls(self, ids: Int32Array) -> Int32Array:
+        """The control tokens among the ids, in order, without the unknown token."""
+        return ids[np.isin(ids, self._ids_not_from_text)]
 
     def _cut_apart(self, text: str) -> str:
         """The text with a cut inside the name of each control token."""
         pieces: list[str] = []
         begin = 0
-        for position, _ in self._find(text):
+        for position, _ in self._names.find(text):
             pieces.append(text[begin : position + 1])
             begin = position + 1
         return self._cut_name.join([*pieces, text[begin:]])
@@ -163,28 +154,41 @@ class ControlTokens:
                 )
             )
         self._tokenizer.add_tokens(stand_ins)
-        self._id_by_stand_in = _ids_by_other_ids(self._tokenizer, self._name_by_id)
-
-    def _find(self, text: str) -> list[tuple[int, int]]:
-        """(position, token id) of each control token's name in the text."""
-        if not any(beginning in text for beginning in self._beginnings):
-            return []
-        [found] = self._finder.encode_batch([text], add_special_tokens=False)
-        return [
-            (begin, self._id_by_found_id[found_id])
-            for found_id, (begin, _) in zip(found.ids, found.offsets, strict=True)
-            if found_id in self._id_by_found_id
-        ]
+        for token_id, name in self._name_by_id.items():
+            stand_in = self._tokenizer.token_to_id(name)
+            assert stand_in is not None, "it was added"
+            self._id_by_stand_in[stand_in] = token_id
 
     def _encode(self, text: str) -> Int32Array:
         [encoding] = self._tokenizer.encode_batch_fast([text], add_special_tokens=False)
         return np.asarray(encoding.ids, dtype=np.int32)
 
 
-def _ids_by_other_ids(tokenizer: Tokenizer, name_by_id: Mapping[int, str]) -> dict[int, int]:
-    """The ids by those that another tokenizer gives to their names."""
-    found = {tokenizer.token_to_id(name): token_id for token_id, name in name_by_id.items()}
-    return {other: token_id for other, token_id in found.items() if other is not None}
+class _Names:
+    """Finds the names of control tokens, the leftmost and of these the longest first."""
+
+    def __init__(self, id_by_name: Mapping[str, int]) -> None:
+        self._id_by_name = id_by_name
+        # A name begins with one of these, and then has one of these lengths, longest first.
+        num_chars = min(_MAX_BEGINNING_CHARS, min(map(len, id_by_name), default=0))
+        lengths: dict[str, set[int]] = {}
+        for name in id_by_name:
+            lengths.setdefault(name[:num_chars], set()).add(len(name))
+        self._lengths = {key: sorted(found, reverse=True) for key, found in lengths.items()}
+        self._beginning = re.compile("|".join(map(re.escape, lengths)) or "(?!)")
+
+    def find(self, text: str) -> Iterator[tuple[int, int]]:
+        """(position, token id) of each name in the text, in order."""
+        end = 0
+        while match := self._beginning.search(text, end):
+            begin = match.start()
+            end = begin + 1
+            for length in self._lengths[match[0]]:
+                token_id = self._id_by_name.get(text[begin : begin + length])
+                if token_id is not None:
+                    yield begin, token_id
+                    end = begin + length
+                    break
 
 
 def _random_name() -> str:

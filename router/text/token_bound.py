@@ -27,7 +27,7 @@ _MOST_NFC_SHORTENS = 4
 _LETTERS = frozenset(string.ascii_letters.encode())
 _ALL_BYTES = frozenset(range(256))
 _NOT_IN_UTF8 = frozenset([0xC0, 0xC1, *range(0xF5, 0x100)])
-_SLICE_BYTES = 65_536
+_SLICE_CHARS = 65_536
 
 
 @dataclass(frozen=True, slots=True)
@@ -37,11 +37,12 @@ class Count:
     others: bytes
     most: int
 
-    def least(self, data: bytes, enough: int) -> int:
-        """Tokens that the data has at least; counting stops when they are more than enough."""
+    def least(self, text: str, enough: int) -> int:
+        """Tokens that the text has at least; counting stops when they are more than enough."""
         num_counted = 0
-        for begin in range(0, len(data), _SLICE_BYTES):
-            num_counted += len(data[begin : begin + _SLICE_BYTES].translate(None, self.others))
+        for begin in range(0, len(text), _SLICE_CHARS):
+            piece = text[begin : begin + _SLICE_CHARS].encode()
+            num_counted += len(piece.translate(None, self.others))
             if num_counted > enough * self.most:
                 break
         return -(-num_counted // self.most)
@@ -56,9 +57,8 @@ class TokenBound:
 
     def least(self, text: str, enough: int) -> int:
         """Tokens that the text has at least; 0 is no claim. More than enough are not counted."""
-        data = text.encode()
         counts = self.counts if text.isascii() else self.counts_if_composed
-        return max((count.least(data, enough) for count in counts), default=0)
+        return max((count.least(text, enough) for count in counts), default=0)
 
 
 def compile_bound(tokenizer: Tokenizer) -> TokenBound | None:

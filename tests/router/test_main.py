@@ -99,6 +99,7 @@ def test_missing_settings_are_named(arguments, message):
     ("name", "content", "message"),
     [
         ("tokenizer.json", "{}", "tokenizer.json cannot be read"),
+        ("chat_template.jinja", "{% for %}", "chat template is broken"),
         ("generation_config.json", '{"top_p": 2}', "generation_config.json: top_p: must be"),
     ],
 )
