@@ -267,9 +267,25 @@ class PromptReader:
         or its messages do not fit the template, RESOURCE_EXHAUSTED when too much text waits
         already, and INTERNAL when the model's tokenizer fails.
         """
-        if _num_chars(prompt) > _MAX_REUSE_CHARS:
-            self._trimmer.soon()
-        check(1)
+        try:
+            check(1)
+            return await self._read(
+                model, prompt, check, max_tokens, echo=echo, keep_special_tokens=keep_special_tokens
+            )
+        finally:
+            if _num_chars(prompt) > _MAX_REUSE_CHARS:
+                self._trimmer.soon()
+
+    async def _read(
+        self,
+        model: str,
+        prompt: Prompt,
+        check: Callable[[int], None],
+        max_tokens: int,
+        *,
+        echo: bool,
+        keep_special_tokens: bool,
+    ) -> tuple[Int32Array, str]:
         tokenizer = self._models[model].tokenizer
 
         async def spell(token_ids: Int32Array) -> str:
