@@ -7,6 +7,7 @@ given up. `core.admission` and `core.permits` decide; their refusals become erro
 from collections import Counter
 from collections.abc import Callable
 
+from headrace.service.errors import ServiceError
 from router import outcomes
 from router.core.admission import Ask, QueueLoad, Reject, Situation, decide
 from router.core.permits import Permits
@@ -92,9 +93,17 @@ class Gate:
         tenant_limits = self.permits.limits_of(spec.tenant)
         verdict = decide(ask, situation, self._limits, tenant_limits, now)
         if isinstance(verdict, Reject):
-            error = outcomes.rejected(verdict, spec.prompt_field)
-            self._status.rejected(spec, num_prompt_tokens if is_read else 0, error.message)
-            raise error
+            raise self._rejected(spec, verdict, num_prompt_tokens if is_read else 0)
         if spec.max_tokens is None and spec.default_max_tokens is not None:
             return min(verdict.max_tokens, max(spec.default_max_tokens, spec.min_tokens))
         return verdict.max_tokens
+
+    def _rejected(self, spec: Spec, reject: Reject, num_prompt_tokens: int) -> ServiceError:
+        """The error of a refusal, once it is recorded.
+
+        Were the error a variable of the method that raises it, the two would refer to each other,
+        and the prompt would stay until a garbage collection.
+        """
+        error = outcomes.rejected(reject, spec.prompt_field)
+        self._status.rejected(spec, num_prompt_tokens, error.message)
+        return error

@@ -55,7 +55,7 @@ async def test_memory_that_big_prompts_took_is_given_back(folder):  # noqa: F811
                 for _ in range(3):
                     calls = [stub.Generate(request) for _ in range(20)]
                     await asyncio.gather(*(call.code() for call in calls))
-                # What stays is less than a third of what the prompts were.
+                # In all the prompts had three times as much.
                 async with asyncio.timeout(60):
                     while resident_bytes(process) - before > 20 * BIG_BYTES:  # noqa: ASYNC110
                         await asyncio.sleep(0.1)
