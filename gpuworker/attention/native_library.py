@@ -6,16 +6,20 @@ name in the cache is a digest of the source, the compiler and the processor.
 
 import ctypes
 import hashlib
+import logging
 import os
 import platform
 import shlex
 import shutil
 import subprocess
 import tempfile
+import time
 from pathlib import Path
 
 from headrace.service.model_files import cache_dir
 from headrace.service.progress import say
+
+logger = logging.getLogger(__name__)
 
 _SOURCE = Path(__file__).with_name("paged.cpp")
 _FLAGS = (
@@ -27,7 +31,7 @@ _FLAGS = (
     "-shared",
     "-fPIC",
 )
-_COMPILERS = ("c++", "g++", "clang++")
+COMPILERS = ("c++", "g++", "clang++")
 _COMPILE_TIMEOUT_S = 120.0
 
 
@@ -41,7 +45,7 @@ def load_library() -> ctypes.CDLL:
     Raises:
         NativeUnavailableError: it cannot be built or loaded here.
     """
-    named = os.environ.get("CXX") or next(filter(shutil.which, _COMPILERS), "")
+    named = os.environ.get("CXX") or next(filter(shutil.which, COMPILERS), "")
     compiler = shlex.split(named)
     if not compiler:
         raise NativeUnavailableError("no C++ compiler on PATH")
@@ -59,7 +63,8 @@ def load_library() -> ctypes.CDLL:
 def _digest(compiler: list[str]) -> str:
     """Of everything that the library depends on."""
     version = _run([*compiler, "--version"]).stdout
-    parts = (_SOURCE.read_text(encoding="utf-8"), " ".join(_FLAGS), version, _processor())
+    command = shlex.join([*compiler, *_FLAGS])
+    parts = (_SOURCE.read_text(encoding="utf-8"), command, version, _processor())
     return hashlib.sha256("\0".join(parts).encode()).hexdigest()[:20]
 
 
@@ -76,6 +81,7 @@ def _processor() -> str:
 def _build(compiler: list[str], library: Path) -> None:
     """Compiles beside the library's place and moves it there: nobody sees half of one."""
     say("compiling the attention kernel, once for this processor")
+    started = time.monotonic()
     with tempfile.TemporaryDirectory(dir=library.parent) as folder:
         draft = Path(folder) / library.name
         base = [*compiler, *_FLAGS, str(_SOURCE), "-o", str(draft)]
@@ -86,6 +92,7 @@ def _build(compiler: list[str], library: Path) -> None:
         if done.returncode:
             raise NativeUnavailableError(f"{compiler[0]} failed: {done.stderr.strip()[-500:]}")
         draft.replace(library)
+    logger.info("compiled the CPU attention kernel in %.1f s", time.monotonic() - started)
 
 
 def _run(command: list[str]) -> subprocess.CompletedProcess[str]:

@@ -16,10 +16,31 @@ namespace {
 
 constexpr int kTile = 16;
 
-typedef float Vec __attribute__((vector_size(64)));
-typedef float Vec8 __attribute__((vector_size(32)));
-typedef float Vec4 __attribute__((vector_size(16)));
-typedef int32_t IntVec __attribute__((vector_size(64)));
+// Floats of one vector register. Wider vectors would compile too, to code that keeps them in memory:
+// 16 of them made prefills 10 times slower on AVX2. Tests set LANES.
+#if defined(LANES)
+constexpr int kLanes = LANES;
+#elif defined(__AVX512F__)
+constexpr int kLanes = 16;
+#elif defined(__AVX__)
+constexpr int kLanes = 8;
+#else
+constexpr int kLanes = 4;
+#endif
+#if defined(__AVX512F__) || defined(__aarch64__)
+constexpr int kRegisters = 32;
+#else
+constexpr int kRegisters = 16;
+#endif
+// Vectors of a tile's keys, and what is worked on at once: rows of scores, and of outputs some
+// vectors wide. Half of the registers hold sums.
+constexpr int kParts = kTile / kLanes;
+constexpr int kScoreRows = kRegisters / (4 * kParts) > 1 ? kRegisters / (4 * kParts) : 2;
+constexpr int kOutputRows = kScoreRows > 4 ? 4 : kScoreRows;
+constexpr int kOutputVecs = kRegisters / (2 * kOutputRows) > 4 ? 4 : kRegisters / (2 * kOutputRows);
+
+typedef float Vec __attribute__((vector_size(kLanes * sizeof(float))));
+typedef int32_t IntVec __attribute__((vector_size(kLanes * sizeof(int32_t))));
 
 inline Vec load(const float* p) {
   Vec x;
@@ -38,11 +59,9 @@ inline float to_float(uint16_t bfloat) {
   return x;
 }
 
-inline Vec load_16(const float* p) { return load(p); }
-
-inline Vec load_16(const uint16_t* p) {
-  float x[kTile];
-  for (int i = 0; i < kTile; ++i) x[i] = to_float(p[i]);
+inline Vec load(const uint16_t* p) {
+  float x[kLanes];
+  for (int i = 0; i < kLanes; ++i) x[i] = to_float(p[i]);
   return load(x);
 }
 
@@ -93,16 +112,19 @@ inline Vec tanh(Vec x) {
   return is_negative ? -t : t;
 }
 
-inline float largest(Vec x) {
-  Vec8 a[2];
-  std::memcpy(a, &x, sizeof(x));
-  Vec8 m8 = a[0] > a[1] ? a[0] : a[1];
-  Vec4 b[2];
-  std::memcpy(b, &m8, sizeof(m8));
-  Vec4 m4 = b[0] > b[1] ? b[0] : b[1];
-  float m = m4[0];
-  for (int i = 1; i < 4; ++i) m = m4[i] > m ? m4[i] : m;
-  return m;
+// The scores or weights of a row: one float for each key of a tile.
+struct TileRow {
+  Vec parts[kParts];
+};
+
+inline float largest(const TileRow& row) {
+  Vec most = row.parts[0];
+  for (int p = 1; p < kParts; ++p) most = row.parts[p] > most ? row.parts[p] : most;
+  float lanes[kLanes];
+  store(lanes, most);
+  for (int half = kLanes / 2; half; half /= 2)
+    for (int i = 0; i < half; ++i) lanes[i] = lanes[i + half] > lanes[i] ? lanes[i + half] : lanes[i];
+  return lanes[0];
 }
 
 // One stage of a transposition: swaps the off-diagonal squares of size S of a pair of rows.
@@ -114,11 +136,11 @@ inline void swap_squares(Vec& a, Vec& b, std::integer_sequence<int, I...>) {
 #endif
 #endif
 #ifdef HAS_SHUFFLEVECTOR
-  Vec upper = __builtin_shufflevector(a, b, (I & S ? kTile + I - S : I)...);
-  Vec lower = __builtin_shufflevector(a, b, (I & S ? kTile + I : I + S)...);
+  Vec upper = __builtin_shufflevector(a, b, (I & S ? kLanes + I - S : I)...);
+  Vec lower = __builtin_shufflevector(a, b, (I & S ? kLanes + I : I + S)...);
 #else
-  Vec upper = __builtin_shuffle(a, b, IntVec{(I & S ? kTile + I - S : I)...});
-  Vec lower = __builtin_shuffle(a, b, IntVec{(I & S ? kTile + I : I + S)...});
+  Vec upper = __builtin_shuffle(a, b, IntVec{(I & S ? kLanes + I - S : I)...});
+  Vec lower = __builtin_shuffle(a, b, IntVec{(I & S ? kLanes + I : I + S)...});
 #endif
   a = upper;
   b = lower;
@@ -126,52 +148,57 @@ inline void swap_squares(Vec& a, Vec& b, std::integer_sequence<int, I...>) {
 
 template <int S>
 inline void transpose_stage(Vec* rows) {
-  for (int i = 0; i < kTile; ++i)
-    if (!(i & S)) swap_squares<S>(rows[i], rows[i + S], std::make_integer_sequence<int, kTile>());
+  for (int i = 0; i < kLanes; ++i)
+    if (!(i & S)) swap_squares<S>(rows[i], rows[i + S], std::make_integer_sequence<int, kLanes>());
 }
 
-// Transposes a square of kTile rows in place.
+// Transposes a square of kLanes rows in place.
 inline void transpose(Vec* rows) {
-  transpose_stage<8>(rows);
-  transpose_stage<4>(rows);
+  if constexpr (kLanes > 8) transpose_stage<8>(rows);
+  if constexpr (kLanes > 4) transpose_stage<4>(rows);
   transpose_stage<2>(rows);
   transpose_stage<1>(rows);
 }
 
 // Scores of R rows against a tile: queries [R, head_dim], keys transposed [head_dim, kTile].
 template <int R>
-inline void score(const float* queries, const float* keys, int head_dim, Vec* scores) {
-  Vec sums[R] = {};
-  for (int d = 0; d < head_dim; ++d) {
-    Vec key = load(keys + d * kTile);
-    for (int r = 0; r < R; ++r) sums[r] += queries[r * head_dim + d] * key;
-  }
-  for (int r = 0; r < R; ++r) scores[r] = sums[r];
+inline void score(const float* queries, const float* keys, int head_dim, TileRow* scores) {
+  Vec sums[R][kParts] = {};
+  for (int d = 0; d < head_dim; ++d)
+    for (int p = 0; p < kParts; ++p) {
+      Vec key = load(keys + d * kTile + p * kLanes);
+      for (int r = 0; r < R; ++r) sums[r][p] += queries[r * head_dim + d] * key;
+    }
+  for (int r = 0; r < R; ++r)
+    for (int p = 0; p < kParts; ++p) scores[r].parts[p] = sums[r][p];
 }
 
-// outputs [R, head_dim] = outputs * decays + weights [R, kTile] * values [num_keys, head_dim].
+// outputs [R, head_dim] = outputs * decays + weights [R, kTile] * values [num_keys, head_dim],
+// N vectors of each row.
 template <int R, int N>
 inline void accumulate(const float* weights, const float* decays, const float* values,
                        int num_keys, int head_dim, float* outputs) {
   Vec sums[R][N];
   for (int r = 0; r < R; ++r)
-    for (int n = 0; n < N; ++n) sums[r][n] = load(outputs + r * head_dim + n * 16) * decays[r];
+    for (int n = 0; n < N; ++n)
+      sums[r][n] = load(outputs + r * head_dim + n * kLanes) * decays[r];
   for (int k = 0; k < num_keys; ++k)
     for (int n = 0; n < N; ++n) {
-      Vec value = load(values + k * head_dim + n * 16);
+      Vec value = load(values + k * head_dim + n * kLanes);
       for (int r = 0; r < R; ++r) sums[r][n] += weights[r * kTile + k] * value;
     }
   for (int r = 0; r < R; ++r)
-    for (int n = 0; n < N; ++n) store(outputs + r * head_dim + n * 16, sums[r][n]);
+    for (int n = 0; n < N; ++n) store(outputs + r * head_dim + n * kLanes, sums[r][n]);
 }
 
 template <int R>
 inline void accumulate_all(const float* weights, const float* decays, const float* values,
                            int num_keys, int head_dim, float* outputs) {
+  constexpr int step = kOutputVecs * kLanes;
   int d = 0;
-  for (; d + 64 <= head_dim; d += 64)
-    accumulate<R, 4>(weights, decays, values + d, num_keys, head_dim, outputs + d);
-  for (; d < head_dim; d += 16)
+  for (; d + step <= head_dim; d += step)
+    accumulate<R, kOutputVecs>(weights, decays, values + d, num_keys, head_dim, outputs + d);
+  for (; d < head_dim; d += kLanes)
     accumulate<R, 1>(weights, decays, values + d, num_keys, head_dim, outputs + d);
 }
 
@@ -199,7 +226,7 @@ namespace {
 struct Scratch {
   std::vector<float> queries, outputs, keys, values;
   std::vector<float> maxima, weights, decays;
-  std::vector<Vec> sums;
+  std::vector<TileRow> sums;
 
   Scratch(int64_t rows, int64_t head_dim)
       : queries(rows * head_dim),
@@ -242,7 +269,7 @@ struct Piece {
       for (int d = 0; d < dim(); ++d)
         scratch.queries[row * dim() + d] = to_float(from[d]) * layer.scale;
       scratch.maxima[row] = -__builtin_inff();
-      scratch.sums[row] = Vec{};
+      scratch.sums[row] = TileRow{};
     }
     std::memset(scratch.outputs.data(), 0, sizeof(float) * rows() * dim());
     int64_t last = position(rows() - 1);
@@ -274,9 +301,11 @@ struct Piece {
     load_keys(key_pool + at, num_keys);
     const float* values = load_values(value_pool + at, num_keys);
     int row = 0;
-    for (; row + 8 <= rows(); row += 8) rows_of_tile<8>(row, start, num_keys, values);
-    for (; row + 4 <= rows(); row += 4) rows_of_tile<4>(row, start, num_keys, values);
+    for (; row + kScoreRows <= rows(); row += kScoreRows)
+      rows_of_tile<kScoreRows>(row, start, num_keys, values);
     // Several rows at once hide the latency of each one's additions.
+    if constexpr (kScoreRows > 4)
+      for (; row + 4 <= rows(); row += 4) rows_of_tile<4>(row, start, num_keys, values);
     int rest = rows() - row;
     if (rest == 3) rows_of_tile<3>(row, start, num_keys, values);
     if (rest == 2) rows_of_tile<2>(row, start, num_keys, values);
@@ -285,13 +314,14 @@ struct Piece {
 
   // Transposed, so that one query component meets all keys of the tile at once.
   void load_keys(const T* from, int num_keys) {
-    for (int d = 0; d < dim(); d += kTile) {
-      Vec rows[kTile];
-      for (int k = 0; k < kTile; ++k)
-        rows[k] = k < num_keys ? load_16(from + k * dim() + d) : Vec{};
-      transpose(rows);
-      for (int i = 0; i < kTile; ++i) store(&scratch.keys[(d + i) * kTile], rows[i]);
-    }
+    for (int d = 0; d < dim(); d += kLanes)
+      for (int first = 0; first < kTile; first += kLanes) {
+        Vec rows[kLanes];
+        for (int i = 0; i < kLanes; ++i)
+          rows[i] = first + i < num_keys ? load(from + (first + i) * dim() + d) : Vec{};
+        transpose(rows);
+        for (int i = 0; i < kLanes; ++i) store(&scratch.keys[(d + i) * kTile + first], rows[i]);
+      }
   }
 
   const float* load_values(const float* from, int) { return from; }
@@ -303,44 +333,51 @@ struct Piece {
 
   template <int R>
   void rows_of_tile(int row, int64_t start, int num_keys, const float* values) {
-    Vec scores[R];
+    TileRow scores[R];
     score<R>(&scratch.queries[row * dim()], scratch.keys.data(), dim(), scores);
     for (int r = 0; r < R; ++r) soften(row + r, start, num_keys, scores[r]);
-    constexpr int half = R > 4 ? 4 : R;
-    for (int r = 0; r < R; r += half)
-      accumulate_all<half>(&scratch.weights[(row + r) * kTile], &scratch.decays[row + r], values,
+    constexpr int some = R > kOutputRows ? kOutputRows : R;
+    for (int r = 0; r < R; r += some)
+      accumulate_all<some>(&scratch.weights[(row + r) * kTile], &scratch.decays[row + r], values,
                            num_keys, dim(), &scratch.outputs[(row + r) * dim()]);
   }
 
   // Turns a row's scores into weights relative to its new maximum.
-  void soften(int row, int64_t start, int num_keys, Vec scores) {
-    if (layer.soft_cap != 0.0f) scores = tanh(scores / layer.soft_cap) * layer.soft_cap;
+  void soften(int row, int64_t start, int num_keys, TileRow& scores) {
+    if (layer.soft_cap != 0.0f)
+      for (Vec& part : scores.parts) part = tanh(part / layer.soft_cap) * layer.soft_cap;
     int64_t to = position(row) - start;  // last key seen
     int64_t from = layer.window ? to - layer.window + 1 : 0;
     if (to < num_keys - 1 || num_keys < kTile || from > 0) {
       if (to > num_keys - 1) to = num_keys - 1;
+      float each[kTile];
+      std::memcpy(each, &scores, sizeof(each));
       for (int k = 0; k < kTile; ++k)
-        if (k > to || k < from) scores[k] = -__builtin_inff();
+        if (k > to || k < from) each[k] = -__builtin_inff();
+      std::memcpy(&scores, each, sizeof(each));
     }
     float tile_max = largest(scores), old = scratch.maxima[row];
     float* weights = &scratch.weights[row * kTile];
     if (tile_max == -__builtin_inff()) {  // nothing to see here
-      store(weights, Vec{});
+      std::memset(weights, 0, sizeof(TileRow));
       scratch.decays[row] = 1.0f;
       return;
     }
     float now = tile_max > old ? tile_max : old;
-    Vec weight = exp(scores - now);
     float decay = now > old ? exp(splat(old - now))[0] : 1.0f;
     scratch.maxima[row] = now;
     scratch.decays[row] = decay;
-    scratch.sums[row] = scratch.sums[row] * decay + weight;
-    store(weights, weight);
+    for (int p = 0; p < kParts; ++p) {
+      Vec weight = exp(scores.parts[p] - now);
+      Vec& sum = scratch.sums[row].parts[p];
+      sum = sum * decay + weight;
+      store(weights + p * kLanes, weight);
+    }
   }
 
   void finish(int row) {
     float total = 0.0f;
-    for (int k = 0; k < kTile; ++k) total += scratch.sums[row][k];
+    for (int k = 0; k < kTile; ++k) total += scratch.sums[row].parts[k / kLanes][k % kLanes];
     T* to = out + (token(row) * step.num_heads + head(row)) * dim();
     for (int d = 0; d < dim(); ++d) from_float(scratch.outputs[row * dim() + d] / total, to + d);
   }

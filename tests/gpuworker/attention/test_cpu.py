@@ -1,5 +1,7 @@
 """The CPU paths against the definition of correct, on fresh random batches with poison around."""
 
+import os
+import shutil
 from dataclasses import dataclass
 
 import numpy as np
@@ -16,7 +18,7 @@ from gpuworker.attention.interface import (
     StepShape,
 )
 from gpuworker.attention.native import NativeAttention
-from gpuworker.attention.native_library import NativeUnavailableError
+from gpuworker.attention.native_library import COMPILERS, NativeUnavailableError
 from gpuworker.attention.reference import ReferenceAttention
 
 # (query tokens, context after the step) of each request.
@@ -98,9 +100,14 @@ def expected(case: Case, layer: AttentionLayer) -> torch.Tensor:
     return step.attend(case.query.double(), kv, layer)[: case.shape.num_tokens]
 
 
-@pytest.fixture(params=["torch", "native"])
-def backend(request: pytest.FixtureRequest) -> str:
-    return request.param
+@pytest.fixture(params=["torch", "native", "native with 8 lanes", "native with 4 lanes"])
+def backend(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> str:
+    """A backend, with the vectors of this machine or as AVX2 and NEON have them."""
+    name, _, lanes = request.param.partition(" with ")
+    if lanes:
+        compiler = os.environ.get("CXX") or next(filter(shutil.which, COMPILERS), "")
+        monkeypatch.setenv("CXX", compiler and f"{compiler} -DLANES={lanes[0]}")
+    return name
 
 
 def make_backend(name: str, case: Case, dtype: torch.dtype = torch.float32) -> AttentionBackend:
