@@ -1,4 +1,4 @@
-"""What a step costs the worker's Python, from a plan's message to its launch.
+"""What a step costs the worker's host: Python from a plan's message to its launch, and attention.
 
     python -m benchmarks.host_time [--num-seqs 256] [--steps 2000] [--json FILE]
 
@@ -8,11 +8,16 @@ dozen launches behind the graph's, while the device is at work.
 
 parse is from the message to columns, prepare from there to the graph's replay; their sum is what
 the device would wait for. rest is what `launch` does behind it, finish reads the tokens.
+
+Attention is measured for a worker on the CPU, one layer of SmolLM2-135M on one thread: by the
+compiled kernel, which is used wherever a compiler is, and by torch.
 """
 
+import contextlib
 import json
+import math
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -20,7 +25,16 @@ import click
 import numpy as np
 import torch
 
-from gpuworker.attention.interface import KvShape
+from gpuworker.attention.cpu import TorchAttention
+from gpuworker.attention.interface import (
+    AttentionBackend,
+    AttentionLayer,
+    KvShape,
+    LayerKv,
+    StepShape,
+)
+from gpuworker.attention.native import NativeAttention
+from gpuworker.attention.native_library import NativeUnavailableError
 from gpuworker.attention.triton.backend import AttentionSetup, TritonAttention
 from gpuworker.attention.triton.configs import Target
 from gpuworker.core.input_batch import BatchLimits
@@ -191,6 +205,48 @@ def measure(num_seqs: int, num_steps: int) -> dict[str, np.ndarray]:
     return dict(zip(_PARTS, columns, strict=True))
 
 
+# Query tokens and context of each request.
+_ATTENTION_STEPS = {
+    "prefill of 512 at 0": ((512, 512),),
+    "prefill of 512 at 1536": ((512, 2048),),
+    "16 decodes at 500": ((1, 500),) * 16,
+    "4 prefills of 64, 16 decodes at 500": ((64, 500),) * 4 + ((1, 500),) * 16,
+}
+
+
+def measure_attention(requests: Sequence[tuple[int, int]]) -> dict[str, float]:
+    """CPU milliseconds of one layer, the least of several, by the compiled kernel and by torch."""
+    num_heads, dtype = 9, torch.float32
+    queries, seq_lens = (np.array(column, dtype=np.int32) for column in zip(*requests, strict=True))
+    num_blocks = -(-seq_lens // 16)
+    shape = KvShape(int(num_blocks.sum()) + 1, 16, 3, 64)
+    table = np.zeros((len(requests), num_blocks.max()), dtype=np.int32)
+    table[np.arange(table.shape[1]) < num_blocks[:, None]] = np.arange(1, shape.num_blocks)
+    num_tokens = int(queries.sum())
+    step = StepShape(
+        query_start_loc=np.concatenate(([0], np.cumsum(queries))).astype(np.int32),
+        seq_lens=seq_lens,
+        # Nothing is written.
+        slot_mapping=np.zeros(num_tokens, dtype=np.int64),
+        block_table=table,
+        num_padded_tokens=num_tokens,
+    )
+    kv = LayerKv(*(torch.randn(shape.num_blocks, 3, 16, 64) for _ in range(2)))
+    query, layer = torch.randn(num_tokens, num_heads, 64), AttentionLayer(0.125)
+    backends: dict[str, AttentionBackend] = {"torch": TorchAttention(shape, num_heads, CPU)}
+    with contextlib.suppress(NativeUnavailableError):
+        backends["compiled"] = NativeAttention(shape, num_heads, dtype, dtype)
+    times = {}
+    for name, backend in backends.items():
+        spent = []
+        for _ in range(8):
+            started = time.process_time()
+            backend.prepare(step).attend(query, kv, layer)
+            spent.append(time.process_time() - started)
+        times[name] = min(spent) * 1e3
+    return times
+
+
 @click.command()
 @click.option("--num-seqs", default=256, help="Decodes in a step.", show_default=True)
 @click.option("--steps", default=2000, help="How many are measured.", show_default=True)
@@ -206,8 +262,13 @@ def main(num_seqs: int, steps: int, json_file: Path | None) -> None:
         )
         print(f"  {name:<30}" + "".join(f"{value:>8.0f}" for value in figures[name].values()))
     print(f"  goal of parse + prepare: {GOAL_US}")
+    attention = {name: measure_attention(step) for name, step in _ATTENTION_STEPS.items()}
+    print(f"attention on the CPU, milliseconds a layer{'compiled':>12}{'torch':>8}")
+    for name, times in attention.items():
+        print(f"  {name:<40}{times.get('compiled', math.nan):>12.2f}{times['torch']:>8.2f}")
     if json_file is not None:
-        json_file.write_text(json.dumps({"num_seqs": num_seqs, "us": figures}), encoding="utf-8")
+        content = {"num_seqs": num_seqs, "us": figures, "attention_ms": attention}
+        json_file.write_text(json.dumps(content), encoding="utf-8")
 
 
 if __name__ == "__main__":
