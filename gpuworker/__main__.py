@@ -15,6 +15,7 @@ import click
 import msgspec
 
 from gpuworker.config import KvCacheSettings, WorkerSettings
+from gpuworker.machine import prepare_libraries
 from headrace.service import config, telemetry
 from headrace.service.model_files import ModelFilesError, resolve
 from headrace.service.process import ProcessConfig, keep_for_good, run, write_address
@@ -56,10 +57,7 @@ def main(config_file: Path | None, **arguments: Any) -> None:
     }
     if not settings["gpuworker"].model:
         raise config.ConfigError("give --model: a GGUF file, a Hugging Face folder, or a name")
-    # Threads that spin while they wait for each other are fastest on an idle machine and ruinous on
-    # a busy one, where the thread waited for is not running: 9 times slower steps were measured.
-    # Read when torch is loaded, so set before.
-    os.environ.setdefault("OMP_WAIT_POLICY", "PASSIVE")
+    prepare_libraries()
     run("gpuworker", settings["process"], serve(**settings))
 
 

@@ -1,18 +1,19 @@
 """Fixtures of every test."""
 
-import os
 import signal
 from pathlib import Path
 
 import pytest
 from hypothesis import HealthCheck, settings
 
+from gpuworker.machine import prepare_libraries
+
 # How long an example takes says how busy the machine is.
 settings.register_profile("busy", deadline=None, suppress_health_check=[HealthCheck.too_slow])
 settings.load_profile("busy")
 
-# As the gpuworker sets it, and before any test imports torch: a busy machine must not stall us.
-os.environ.setdefault("OMP_WAIT_POLICY", "PASSIVE")
+# Before any test imports torch: a busy machine must not stall us.
+prepare_libraries()
 
 
 # `make test &` in a script starts us deaf to Ctrl-C, and what we start would inherit that.
