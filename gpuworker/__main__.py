@@ -69,8 +69,10 @@ async def serve(
 ) -> None:
     """Listen, load, serve until SIGTERM or SIGINT, then finish the steps in flight and stop."""
     # torch takes seconds to import: only here, so that --help and errors in flags are quick.
+    started = time.monotonic()
     from gpuworker.rpc.service import FULL_NAME, GpuWorkerService, Identity
 
+    logger.info("imported torch in %.1f s", time.monotonic() - started)
     traces = telemetry.setup("headrace-gpuworker", process.otlp_endpoint)
     identity = Identity(
         gpuworker.worker_id or platform.node(),
@@ -140,6 +142,7 @@ def _load(settings: WorkerSettings, kv_cache: KvCacheSettings) -> Any:
     say("reading the weights")
     try:
         path = resolve(settings.model)
+        logger.info("reading the weights of %s", path)
         engine = load_engine(
             settings,
             kv_cache,

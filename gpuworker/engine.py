@@ -136,13 +136,25 @@ def engine_of(
     kv_dtype = _kv_dtype(kv_cache.kv_cache_dtype, device, dtype)
     limits = _limits(settings, kv_cache, source.config, source.eos_token_ids, device)
     graph_sizes = _graph_sizes(settings, limits, parts)
+    started = time.monotonic()
     decoder = load_decoder(source, device, dtype, loading, parts.ops)
+    logger.info(
+        "read %d tensors in %.1f s, as %s on %s",
+        len(source.names()),
+        time.monotonic() - started,
+        dtype,
+        _device_name(device),
+    )
     give_back_freed_memory()
     assembly = Assembly(decoder, limits, settings.attention, kv_dtype, parts)
     num_kv_blocks = _num_kv_blocks(kv_cache, assembly, graph_sizes)
     runner = assembly.runner(num_kv_blocks, settings.num_spec_tokens)
     if graph_sizes and parts.make_recorder is not None:
+        started = time.monotonic()
         runner.forward.capture(graph_sizes, parts.make_recorder(), capturing)
+        logger.info(
+            "captured %d CUDA graphs in %.1f s", len(graph_sizes), time.monotonic() - started
+        )
     is_ahead = device.type != "cpu" and settings.num_spec_tokens == 0
     return Engine(
         runner,
@@ -351,6 +363,8 @@ def _free_bytes(utilization: float, assembly: Assembly, graph_sizes: tuple[int, 
     parts = assembly.parts
     if parts.memory is None:
         return kv_pool.host_bytes()
+    name, started = _device_name(assembly.decoder.device), time.monotonic()
+    logger.info("running the largest step to measure the memory of %s", name)
     budget = memory_profile.measure(
         lambda: assembly.runner(memory_profile.NUM_PROFILE_BLOCKS),
         parts.memory,
@@ -358,5 +372,5 @@ def _free_bytes(utilization: float, assembly: Assembly, graph_sizes: tuple[int, 
         graph_sizes,
         parts.make_recorder if graph_sizes else None,
     )
-    logger.info("memory of %s:\n%s", _device_name(assembly.decoder.device), budget)
+    logger.info("measured in %.1f s: memory of %s\n%s", time.monotonic() - started, name, budget)
     return budget.kv_pool
