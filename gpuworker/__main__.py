@@ -142,7 +142,6 @@ def _load(settings: WorkerSettings, kv_cache: KvCacheSettings) -> Any:
     say("reading the weights")
     try:
         path = resolve(settings.model)
-        logger.info("reading the weights of %s", path)
         engine = load_engine(
             settings,
             kv_cache,

@@ -42,6 +42,7 @@ from gpuworker.models.source import WeightSource, open_source
 from gpuworker.runner import ModelRunner
 from gpuworker.sampling.sampler import Sampler
 from gpuworker.step_inputs import InputStaging
+from headrace.service.progress import say
 
 logger = logging.getLogger(__name__)
 
@@ -364,7 +365,7 @@ def _free_bytes(utilization: float, assembly: Assembly, graph_sizes: tuple[int, 
     if parts.memory is None:
         return kv_pool.host_bytes()
     name, started = _device_name(assembly.decoder.device), time.monotonic()
-    logger.info("running the largest step to measure the memory of %s", name)
+    say("running the largest step to measure memory")
     budget = memory_profile.measure(
         lambda: assembly.runner(memory_profile.NUM_PROFILE_BLOCKS),
         parts.memory,
