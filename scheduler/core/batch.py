@@ -1,7 +1,7 @@
-"""The step being planned: who advances by how many tokens, and what is left of the budget.
+"""The step being planned: its scheduled rows, and what is left of the token budget.
 
-The running pass fills it with columns (many rows at once) and request by request; the waiting pass
-adds admissions. Whatever was added can be taken out again until the plan is made.
+The running pass adds many rows at once, the waiting pass admission by admission. A row can be taken
+out again until the plan is made.
 """
 
 from dataclasses import dataclass
@@ -28,7 +28,9 @@ class BatchColumns:
     rows: IntpArray
     num_computed: Int32Array  # before this step
     num_scheduled: Int32Array  # drafts included
-    goals: Int32Array  # known tokens and those in flight: below it a row is mid-prefill
+    goals: (
+        Int32Array  # known tokens and tokens in flight; a row is mid-prefill until it reaches them
+    )
     num_drafts: Int32Array | None = None  # None: no row has any
 
     def take(self, index: slice | NDArray[Any]) -> "BatchColumns":
@@ -42,11 +44,11 @@ class BatchColumns:
         )
 
 
-NOBODY_SCHEDULED = BatchColumns(np.empty(0, np.intp), EMPTY_INT32, EMPTY_INT32, EMPTY_INT32)
+NO_COLUMNS = BatchColumns(np.empty(0, np.intp), EMPTY_INT32, EMPTY_INT32, EMPTY_INT32)
 
 
 class StepBatch:
-    """Scheduled rows, blocks appended to them, and what happened on the way."""
+    """Scheduled rows, the blocks appended to them, and the facts of the step."""
 
     __slots__ = (
         "_num_from_running",
@@ -74,7 +76,7 @@ class StepBatch:
         self.long_budget = budget  # what of it long prefills may use
         self.is_deferring_prefills = False
         self.has_drafts = False
-        # In plan order: those scheduled together, then those scheduled one by one since, each as
+        # In plan order: rows added together, then rows added one by one since, each of these as
         # (row, num_computed, num_scheduled, goal, num_drafts).
         self._parts: list[BatchColumns] = []
         self._tail: list[tuple[int, int, int, int, int]] = []
@@ -88,7 +90,7 @@ class StepBatch:
         self.num_behind_head = 0
 
     def end_running_pass(self) -> None:
-        """From here on, whoever is added was waiting."""
+        """Rows added from here on are admissions."""
         self._num_from_running = sum(len(part.rows) for part in self._parts) + len(self._tail)
 
     @property
@@ -112,7 +114,7 @@ class StepBatch:
         self.has_drafts |= num_drafts > 0
 
     def grow(self, rows: list[int], block_ids: list[int]) -> None:
-        """Note blocks appended to rows' tables: each block's row."""
+        """Note appended blocks, and the row of each."""
         self.grown_rows += rows
         self.grown_ids += block_ids
 
@@ -139,11 +141,11 @@ class StepBatch:
         return True
 
     def columns(self) -> BatchColumns:
-        """Everybody scheduled, as columns."""
+        """All scheduled rows, as columns."""
         self._close_tail()
         if len(self._parts) > 1:
             self._parts = [_joined(self._parts)]
-        return self._parts[0] if self._parts else NOBODY_SCHEDULED
+        return self._parts[0] if self._parts else NO_COLUMNS
 
     def _close_tail(self) -> None:
         if not self._tail:

@@ -1,8 +1,8 @@
-"""Owns the KV blocks of one worker: who references each, which are free, which contents they hold.
+"""The KV blocks of one worker: reference counts, the free list, and cached contents.
 
-It knows block ids and digests, not requests. Block 0 is the null block and is never given out. A
-block is always in exactly one place: referenced, or in the free list (where it may still be
-cached: found by its digest until it is given out again).
+The pool knows block ids and digests, not requests. Block 0 is the null block and is never
+allocated. Every other block is either referenced or in the free list. A free block may still be
+cached: it is found by its digest until it is allocated again.
 """
 
 from collections import OrderedDict
@@ -24,12 +24,12 @@ class BlockPool:
 
     @property
     def num_free(self) -> int:
-        """Blocks nobody references, cached ones included."""
+        """Unreferenced blocks, including cached ones."""
         return len(self._free)
 
     @property
     def free_blocks(self) -> Iterable[int]:
-        """Free block ids, next to be given out first."""
+        """Free block ids in the order of allocation."""
         return self._free.keys()
 
     @property
@@ -42,7 +42,7 @@ class BlockPool:
         return self._num_refs[block_id]
 
     def take(self, count: int) -> list[int]:
-        """Give out the first `count` free blocks; what they had cached is forgotten (eviction)."""
+        """Allocate the first `count` free blocks; their cached contents are evicted."""
         pop, num_refs, digests = self._free.popitem, self._num_refs, self._digest_by_block
         taken = []
         for _ in range(count):
@@ -62,11 +62,11 @@ class BlockPool:
             num_refs[block_id] += 1
 
     def release(self, block_ids: Sequence[int]) -> None:
-        """Give back a request's blocks, in its table's order.
+        """Drop a request's references; block_ids is its block table.
 
-        They are walked last to first: blocks without a digest go to the head of the free list (the
-        very last becomes the head), cached ones to its tail. So nothing cached is evicted before a
-        useless block, the least recently used goes first, and a prefix loses its end first.
+        Blocks are freed last to first. Blocks without a digest go to the head of the free list (the
+        last of them becomes the head), cached blocks to its tail. So blocks without cached contents
+        are allocated first, then the least recently used, and a prefix is evicted from its end.
         """
         free, num_refs, digests = self._free, self._num_refs, self._digest_by_block
         useless: list[int] = []
@@ -83,7 +83,7 @@ class BlockPool:
             free.move_to_end(block_id, last=False)
 
     def register(self, block_ids: Sequence[int], digests: Sequence[bytes]) -> None:
-        """Make referenced blocks findable by their contents."""
+        """Cache the contents of referenced blocks under their digests."""
         digest_by_block, blocks_by_digest = self._digest_by_block, self._blocks_by_digest
         for block_id, digest in zip(block_ids, digests, strict=True):
             digest_by_block[block_id] = digest
@@ -105,7 +105,7 @@ class BlockPool:
         return found
 
     def num_unreferenced(self, block_ids: Iterable[int]) -> int:
-        """How many of the blocks nobody holds."""
+        """How many of the blocks are not referenced."""
         return list(map(self._num_refs.__getitem__, block_ids)).count(0)
 
     def forget_all(self) -> None:

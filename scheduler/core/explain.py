@@ -1,8 +1,7 @@
-"""Remembers, for each request, what the scheduler did with it and why: its history.
+"""Request histories: what the scheduler did with each request, and why.
 
-Only changes are written down (a wait's cause, an admission, a preemption, an end), so a request
-that decodes costs nothing per step. A history is bounded, and kept for a while after its request
-ended.
+Only changes are recorded (the cause of a wait, an admission, a preemption, the end), so a decoding
+request costs nothing per step. A history is bounded, and kept for a while after the request ended.
 """
 
 from collections import OrderedDict, deque
@@ -19,7 +18,7 @@ MAX_KEPT_HISTORIES = 4096
 
 
 class EventKind(Enum):
-    """What an entry of a timeline tells."""
+    """Kinds of timeline entries."""
 
     ADDED = "ADDED"
     WAITED = "WAITED"
@@ -33,7 +32,7 @@ class EventKind(Enum):
 
 @dataclass(frozen=True, slots=True)
 class Event:
-    """One entry: the steps it covers, the time it began, a sentence, and tokens granted in it.
+    """An entry: the steps it covers, when it began, a sentence, and the tokens computed in it.
 
     queue_position counts from 0; only waits have one.
     """
@@ -49,11 +48,11 @@ class Event:
 
 @dataclass(frozen=True, slots=True)
 class Explanation:
-    """A request's timeline, oldest first, and its sums.
+    """A request's timeline, oldest entry first, and its sums.
 
     num_recomputed_tokens: computed tokens lost to preemptions and pauses. num_granted_tokens:
-    tokens that were computed for it, those in flight included, rejected drafts not.
-    num_events_left_out: entries dropped from the middle of a long timeline.
+    computed tokens, including those in flight, without rejected drafts. num_events_left_out:
+    entries dropped from the middle of a long timeline.
     """
 
     request_id: str
@@ -68,12 +67,12 @@ class Explanation:
     num_events_left_out: int
 
 
-# (kind, first step, last step, time, what render() makes a sentence of)
+# (kind, first step, last step, time, the arguments of the kind's function in _SENTENCES)
 _Entry = tuple[EventKind, int, int, float, tuple[Any, ...]]
 
 
 class History:
-    """What happened to one request so far; sentences are made when somebody asks."""
+    """A request's history so far; sentences are made only when it is explained."""
 
     __slots__ = (
         "_admitted",
@@ -103,27 +102,27 @@ class History:
         self.num_recomputed_tokens = 0
         self.num_cached_tokens = 0
         self.num_preemptions = 0
-        # Steps of its present admission that ended within its known tokens.
+        # Steps since the last admission after which the prefill went on.
         self.num_chunks = 0
-        # Steps of its present admission in which other long prefills left nothing to its own.
+        # Steps since the last admission in which other long prefills left no tokens for this one.
         self.num_held_steps = 0
-        # (last step, final status) once it ended.
+        # (last step, final status) once the request ended.
         self.end: tuple[int, RequestStatus] | None = None
-        # (step, time, tokens from the prefix cache) of the admission it runs under.
+        # (step, time, cached tokens) of the last admission, while the request runs.
         self._admitted: tuple[int, float, int] | None = None
-        # (first step, time, queue position, what was seen) of the wait it is in.
+        # (first step, time, queue position, fact) of the current wait.
         self._wait: tuple[int, float, int, PassedOver | None] | None = (step, now, position, None)
         self._wait_reason = WaitReason.BEHIND_HEAD
         self._add((EventKind.ADDED, step, step, now, (position,)))
 
     def passed_over(self, fact: PassedOver, step: int, now: float) -> None:
-        """A step looked at it, which makes it a head of the queue, and did not admit it."""
+        """A step considered the request, at the head of a queue, and did not admit it."""
         if fact.reason is not self._wait_reason:
             self._end_wait(step)
             self._begin_wait(fact.reason, step, now, fact)
 
     def admitted(self, step: int, now: float, num_cached_tokens: int, *, is_resumed: bool) -> None:
-        """It got a row and starts from cached tokens."""
+        """The request got a row and starts from cached tokens."""
         self._end_wait(step)
         if not is_resumed:
             self.num_cached_tokens = num_cached_tokens
@@ -134,7 +133,7 @@ class History:
     def preempted(
         self, step: int, now: float, num_computed: int, trigger_id: str, num_needed: int
     ) -> None:
-        """It lost its blocks."""
+        """The request lost its blocks."""
         self._end_run(step, num_computed)
         self.num_preemptions += 1
         self.num_recomputed_tokens += num_computed
@@ -142,7 +141,7 @@ class History:
         self._begin_wait(WaitReason.PREEMPTION, step, now, None)
 
     def paused(self, step: int, now: float, num_computed: int) -> None:
-        """Its client does not read; it lost its blocks, if it had any."""
+        """The client does not read; the request lost its blocks, if it had any."""
         self._end_run(step, num_computed)
         self._end_wait(step)
         self.num_recomputed_tokens += num_computed
@@ -150,13 +149,13 @@ class History:
         self._begin_wait(WaitReason.CLIENT, step, now, None)
 
     def unpaused(self, step: int, now: float) -> None:
-        """Its client reads again; it waits in the queue."""
+        """The client reads again; the request is queued."""
         self._end_wait(step)
         self._add((EventKind.CONTINUED, step, step, now, ()))
         self._begin_wait(WaitReason.BEHIND_HEAD, step, now, None)
 
     def finished(self, step: int, now: float, num_computed: int, status: RequestStatus) -> None:
-        """It reached a final status."""
+        """The request reached a final status."""
         self._end_run(step, num_computed)
         self._end_wait(step)
         self._add((EventKind.FINISHED, step, step, now, (status.name,)))
@@ -165,7 +164,7 @@ class History:
     def explain(
         self, step: int, status: RequestStatus, num_computed: int, queue_position: int | None
     ) -> Explanation:
-        """What happened up to a step, what is going on included."""
+        """The history up to a step, including the current wait or run."""
         waited = dict(self._steps_waited)
         entries = [*self._first_entries, *self._last_entries]
         num_granted = self.num_granted_tokens
@@ -235,21 +234,21 @@ class History:
 
 
 class Ledger:
-    """Histories of requests that ended a while ago; those of live ones are with the requests."""
+    """Histories of ended requests; a live request has its own."""
 
     def __init__(self, max_kept: int = MAX_KEPT_HISTORIES) -> None:
         self._max_kept = max_kept
         self._ended: OrderedDict[str, History] = OrderedDict()
 
     def keep(self, history: History) -> None:
-        """Keep what happened to a request that ended; the oldest makes room."""
+        """Keep the history of a request that ended; the oldest history is dropped if need be."""
         self._ended[history.request_id] = history
         self._ended.move_to_end(history.request_id)
         if len(self._ended) > self._max_kept:
             self._ended.popitem(last=False)
 
     def ended(self, request_id: str) -> Explanation | None:
-        """What happened to a request that ended."""
+        """The history of a request that ended; None if it is not kept."""
         history = self._ended.get(request_id)
         if history is None:
             return None
@@ -295,7 +294,7 @@ def _paused(_num_steps: int, num_lost: int) -> str:
     return f"paused: its client does not read{lost}"
 
 
-# What each kind of entry says, of the number of steps it covers and its facts.
+# The sentence of each kind of entry, made from the number of its steps and its facts.
 _SENTENCES: dict[EventKind, Callable[..., str]] = {
     EventKind.ADDED: lambda _, num_ahead: f"queued behind {num_ahead} others",
     EventKind.WAITED: _waited,

@@ -1,7 +1,7 @@
-"""The KV blocks of running requests: how many a step needs, giving them out, and naming contents.
+"""KV blocks of requests: how many a step needs, allocating them, and the prefix cache.
 
-It joins rows of the RequestTable with the BlockPool and knows the prefix cache's rules. It does not
-know policies: who gets blocks first and who loses them is the passes' business.
+The cache joins rows of the RequestTable with the BlockPool. It knows no policy: the passes decide
+which request gets blocks and which loses them.
 """
 
 from dataclasses import dataclass
@@ -20,11 +20,11 @@ N = TypeVar("N", int, Int32Array)
 
 @dataclass(frozen=True, slots=True)
 class PrefixHit:
-    """Cached blocks that an admission would start from."""
+    """Cached blocks of a request's prefix; num_unreferenced of them are in the free list."""
 
     block_ids: list[int]
     num_tokens: int
-    num_unreferenced: int  # they leave the free list when touched
+    num_unreferenced: int
 
 
 NO_HIT = PrefixHit([], 0, 0)
@@ -42,21 +42,21 @@ class KvCache:
         self._max_model_len = config.max_model_len
         self._offsets = np.arange(config.block_size)  # of tokens in a block
         self._is_caching = config.enable_prefix_caching
-        # Draft models write KV ahead of the accepted tokens.
+        # Draft models write KV beyond the scheduled tokens.
         self.num_lookahead = config.num_lookahead_tokens
-        # The drafter reads the last hit block's hidden states, so that block is computed again.
+        # EAGLE needs hidden states of the last hit block, so that block is computed again.
         self._is_last_hit_dropped = config.spec_kind == "eagle"
 
     def blocks_for(self, num_tokens: int) -> int:
-        """Blocks that hold num_tokens, lookahead excluded."""
+        """Blocks that hold num_tokens."""
         return -(-min(num_tokens, self._max_model_len) // self.block_size)
 
     def is_looked_up(self, request: Request) -> bool:
-        """Whether the prefix cache serves a request at all."""
+        """Whether a request may start from cached blocks."""
         return self._is_caching and not request.spec.skip_reading_prefix_cache
 
     def find_prefix(self, request: Request) -> PrefixHit:
-        """The longest cached beginning of a waiting request, but for its last token.
+        """The longest cached prefix of a waiting request, without its last token.
 
         Hits are whole blocks, so a fully cached request computes its last block again.
         """
@@ -72,12 +72,12 @@ class KvCache:
         return PrefixHit(block_ids, len(block_ids) * self.block_size, num_unreferenced)
 
     def blocks_to_admit(self, num_tokens: int, hit: PrefixHit) -> int:
-        """Free blocks that an admission with num_tokens would consume."""
+        """Free blocks that an admission with num_tokens tokens would take."""
         missing = max(self.blocks_for(num_tokens) - len(hit.block_ids), 0)
         return missing + hit.num_unreferenced
 
     def admit(self, row: int, hit: PrefixHit, num_new_tokens: int) -> list[int]:
-        """Give a placed request its hits and the blocks for its first tokens: its whole table."""
+        """Allocate an admitted row's blocks, hits included; returns its block table."""
         table = self._table
         num_hits = len(hit.block_ids)
         self.pool.touch(hit.block_ids)
@@ -114,12 +114,12 @@ class KvCache:
         Stops before the first row for which the pool has too few.
 
         Args:
-            rows: [num_rows] in running order; those whose growth_event has come.
+            rows: [num_rows] in running order; num_computed has reached their growth_event.
             num_computed: [num_rows] tokens computed after the step.
 
         Returns:
-            [num_appended] the row of each appended block, the blocks, and how many rows were
-            served.
+            [num_appended] the row of each appended block, the blocks, and the number of rows
+            that have theirs.
         """
         table = self._table
         num_missing = self.num_missing(rows, num_computed)
@@ -193,7 +193,7 @@ class KvCache:
         self.pool.register(block_ids, hashes.digests[first:end])
 
     def release(self, row: int) -> None:
-        """Give back every block of a row."""
+        """Free every block of a row."""
         table = self._table
         self.pool.release(table.block_table[row, : table.num_blocks[row]].tolist())
         table.num_blocks[row] = 0

@@ -1,7 +1,15 @@
-"""What crosses the edge of the scheduling core: settings, requests in, plans and outputs out.
+"""The scheduling core's interface: settings, requests, plans, results and outputs.
 
-Everything is columns over the requests of a step, in the plan's order (running requests first,
-then admissions). It knows no clock, no wire and no tensor.
+Arrays are columns over the requests of a step, in the plan's order: running requests first, then
+admissions. The core knows no clock, no wire format and no tensor.
+
+"Quirk of vLLM 0.27.1" marks behaviour that the core keeps because recordings of that version must
+replay. These features are reached by recordings only; no service sets them today:
+
+* spec_kind "draft" and "eagle" (lookahead slots), drafts in a pipeline, `update_drafts`;
+* enable_chunked_prefill and reserve_full_sequence set to False, pipeline_depth above 2;
+* `needs_grammar` with `mark_ready`, WAITING_FOR_REMOTE_KV, repetition limits;
+* throttle_prefills, `set_pause`, `reset_prefix_cache`, `num_common_prefix_blocks`.
 """
 
 from dataclasses import dataclass, field
@@ -24,7 +32,7 @@ EMPTY_INT32: Int32Array = np.empty(0, dtype=np.int32)
 
 
 class RequestStatus(IntEnum):
-    """Where a request stands; every value above PREEMPTED is final."""
+    """State of a request; every value above PREEMPTED is final."""
 
     WAITING = 1
     WAITING_FOR_GRAMMAR = 2
@@ -56,11 +64,11 @@ class Pause(Enum):
 class SchedulerConfig:
     """Limits and policies of one worker's scheduling.
 
-    num_gpu_blocks counts the reserved null block 0. watermark is a fraction of num_gpu_blocks
-    kept free at admission. spec_kind: "ngram" needs no lookahead slots, "draft" and "eagle" need
-    num_spec_tokens of them. pipeline_depth is how many schedules may be outstanding; above 1 a
-    step is planned before the previous one's tokens are known. For long_prefill_share see
-    `long_prefills`.
+    num_gpu_blocks includes the reserved null block 0. watermark is the fraction of num_gpu_blocks
+    kept free at admission. spec_kind "ngram" needs no lookahead slots, "draft" and "eagle" need
+    num_spec_tokens of them. pipeline_depth is the number of plans that may be without a result;
+    above 1 a step is planned before the tokens of the previous step are known. long_prefill_share
+    is explained in `long_prefills`.
     """
 
     block_size: int
@@ -81,14 +89,15 @@ class SchedulerConfig:
 
     @property
     def num_lookahead_tokens(self) -> int:
-        """KV slots that a draft model writes ahead of the tokens it is given."""
+        """KV slots that a draft model writes beyond a request's scheduled tokens."""
         return self.num_spec_tokens if self.spec_kind in {"draft", "eagle"} else 0
 
     @property
     def max_num_tokens(self) -> int:
         """Tokens at which any request ends.
 
-        Without this limit a request that outgrows the whole pool would head a stuck queue for ever.
+        Without this limit a request that outgrows the whole pool would wait at the head of the
+        queue for ever.
         """
         return max_num_tokens(
             max_model_len=self.max_model_len,
@@ -100,7 +109,7 @@ class SchedulerConfig:
 
 @dataclass(frozen=True, slots=True)
 class RepetitionLimit:
-    """Ends a request whose last tokens repeat: a pattern of some size, min_count times."""
+    """Ends a request whose output ends in a pattern of such a size, min_count times in a row."""
 
     max_pattern_size: int
     min_pattern_size: int
@@ -109,11 +118,11 @@ class RepetitionLimit:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class NewRequest:
-    """A request as the core is given it.
+    """A request as the caller adds it.
 
-    key is the caller's number for it and comes back in outputs; it must be unique among live
-    requests. prompt_token_ids and output_token_ids (generated under an earlier epoch) are
-    [num_tokens] and owned by the core from now on. deadline is on the clock of `now`.
+    key is the caller's number of the request, unique among live requests; outputs name it.
+    prompt_token_ids and output_token_ids (generated under an earlier epoch) are [num_tokens]; the
+    core owns them from then on. deadline is on the clock of `now`.
     """
 
     key: int
@@ -136,7 +145,7 @@ class NewRequest:
 
 @dataclass(frozen=True, slots=True)
 class RowRequest:
-    """A request placed in a row by a plan; token_ids is [num_tokens], prompt first."""
+    """A request that a plan assigns to a row; token_ids is [num_tokens], prompt first."""
 
     row: int
     key: int
@@ -147,7 +156,7 @@ class RowRequest:
 
 @dataclass(frozen=True, slots=True)
 class Admission:
-    """A request that got a row in this step; num_cached_tokens came from the prefix cache."""
+    """A request admitted in this step; num_cached_tokens were in the prefix cache."""
 
     key: int
     request_id: str
@@ -156,7 +165,7 @@ class Admission:
 
 
 class WaitReason(Enum):
-    """Why a waiting request was passed over."""
+    """Why a waiting request was not admitted in a step."""
 
     BUDGET = "token budget used up"
     SEQUENCE_SLOTS = "max_num_seqs are running"
@@ -175,7 +184,10 @@ class WaitReason(Enum):
 
 @dataclass(frozen=True, slots=True)
 class PassedOver:
-    """A waiting request that was looked at and not admitted; block counts are 0 but for blocks."""
+    """A waiting request that was considered and not admitted.
+
+    The block counts are 0 unless the reason is BLOCKS or WATERMARK.
+    """
 
     key: int
     request_id: str
@@ -186,10 +198,10 @@ class PassedOver:
 
 @dataclass(frozen=True, slots=True)
 class Victim:
-    """A running request that lost its blocks, and who needed how many of them.
+    """A running request that lost its blocks to another request, the trigger.
 
-    was_scheduled: it had been given tokens in this step, which went back to the budget.
-    trigger_key and trigger_id are the other request's: an id may be used again, a key is not.
+    was_scheduled: the victim had tokens in this step; they were returned to the budget. The trigger
+    has a key beside its id because an id may be used again and a key is not.
     """
 
     key: int
@@ -203,7 +215,10 @@ class Victim:
 
 @dataclass(frozen=True, slots=True)
 class StepFacts:
-    """Why a step looks as it does. Who waits and is not in passed_over is behind the head."""
+    """Why a step looks as it does.
+
+    passed_over are the waiting requests that were considered; num_behind_head more wait.
+    """
 
     passed_over: tuple[PassedOver, ...] = ()
     victims: tuple[Victim, ...] = ()
@@ -215,7 +230,7 @@ NO_FACTS = StepFacts()
 
 @dataclass(slots=True)
 class PrefixCacheStats:
-    """Admissions since the last look: first ones and those after a preemption; in tokens."""
+    """Prefix cache use of admissions since the last call; resumed ones are counted apart."""
 
     num_requests: int = 0
     num_queried_tokens: int = 0
@@ -227,7 +242,7 @@ class PrefixCacheStats:
 
 @dataclass(frozen=True, slots=True)
 class ResetOutcome:
-    """Whether the prefix cache was cleared, and who was preempted for it, in order."""
+    """Whether the prefix cache was cleared, and the requests preempted for it, in order."""
 
     is_reset: bool
     preempted_keys: tuple[int, ...]
@@ -248,7 +263,7 @@ class FinishedRequest:
 class StepPlan:
     """One step. The worker applies freed_rows, then row_requests, then the appended blocks.
 
-    expired are requests whose deadline passed and that this schedule ended.
+    expired are the requests that this schedule ended because their deadline had passed.
     """
 
     step_id: int
@@ -261,7 +276,7 @@ class StepPlan:
     num_scheduled_tokens: Int32Array  # [num_reqs] drafts included
     num_draft_tokens: Int32Array  # [num_reqs], or [0] when no row has drafts
     draft_token_ids: Int32Array  # [sum(num_draft_tokens)]
-    is_prefill_chunk: BoolArray  # [num_reqs] whose prefill goes on after this step: no token yet
+    is_prefill_chunk: BoolArray  # [num_reqs] the prefill goes on after this step; no token yet
     admissions: tuple[Admission, ...]
     preempted_keys: tuple[int, ...]
     expired: tuple[FinishedRequest, ...]
@@ -279,7 +294,7 @@ class StepPlan:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class StepResult:
-    """What the worker sampled, in the plan's order; 0 tokens for an unfinished prefill."""
+    """Tokens that the worker sampled, in the plan's order; 0 for an unfinished prefill."""
 
     step_id: int
     num_sampled_tokens: Int32Array  # [num_reqs]
@@ -291,7 +306,7 @@ class StepResult:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class StepOutput:
-    """Tokens kept, for the requests that got any, and the requests that ended."""
+    """The tokens that requests keep, and the requests that ended."""
 
     step_id: int
     keys: Int64Array  # [num_outputs]

@@ -23,8 +23,10 @@ class Policy(Protocol):
     merges_queues: bool
 
     def rank(self, request: Request, place: int, /) -> Any:
-        """What orders a queue; the smallest is first. place grows with each request at the end
-        and is negative for requests that come back to the front.
+        """What a queue is ordered by; the smallest is first.
+
+        place grows with each request that is queued; it is negative, and falls, for requests that
+        are queued at the front.
         """
 
     def victim_position(self, table: RequestTable) -> int:

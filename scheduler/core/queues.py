@@ -1,9 +1,9 @@
 """Waiting requests in the order of the policy.
 
-There are three queues: `waiting`; `skipped` for requests that were passed over because they wait on
-something else (a grammar, output in flight) and hold nobody up; and `held` for long prompts that
-have to wait for other long prefills (see `long_prefills`). Requests whose clients do not read are
-`paused`, apart from the queues: no step looks at them, however many there are and however long.
+There are three queues. `skipped` holds requests that wait for something outside the scheduler (a
+grammar, output in flight); they do not block the requests behind them. `held` holds long prompts
+that wait for other long prefills (see `long_prefills`). All others are in `waiting`. Requests whose
+clients do not read are `paused` and in no queue, so steps do not pay for them.
 """
 
 from collections.abc import Iterator
@@ -28,7 +28,7 @@ class WaitingQueue:
         self._heap.push(request.key, self._policy.rank(request, self._num_pushed), request)
 
     def push_front(self, request: Request) -> None:
-        """Queue a request that comes back."""
+        """Queue a request again, after a preemption or a pause."""
         self._num_pushed += 1
         self._heap.push(request.key, self._policy.rank(request, -self._num_pushed), request)
 
@@ -62,7 +62,10 @@ class WaitingQueue:
 
 
 class WaitingQueues:
-    """The queues of one policy, and `paused` by key. Length and iteration are of the queues."""
+    """The queues of one scheduler, and paused requests by key.
+
+    Length and iteration cover the queues only.
+    """
 
     def __init__(self, policy: Policy) -> None:
         self._policy = policy
@@ -89,7 +92,7 @@ class WaitingQueues:
         return bool(self.waiting or self.skipped)
 
     def next_queue(self, *, with_held: bool = True) -> WaitingQueue | None:
-        """The queue whose head is to be looked at next; None when all are empty."""
+        """The queue whose head is considered next; None when all are empty."""
         all_queues = (self.held, self.skipped, self.waiting)
         queues = [queue for queue in all_queues[not with_held :] if queue]
         if len(queues) < 2:
@@ -103,21 +106,21 @@ class WaitingQueues:
         self.held.push(request)
 
     def put_back(self, passed_over: list[Request]) -> None:
-        """Requests set aside in a step, in the order they were met, go before `skipped`."""
+        """Queue the requests that a step passed over, in their order, at the front of `skipped`."""
         for request in reversed(passed_over):
             self.skipped.push_front(request)
 
     def remove(self, request: Request) -> None:
-        """Take a request out of wherever it is."""
+        """Remove a request from its queue, or from the paused ones."""
         if self.paused.pop(request.key, None) is None:
             any(queue.remove(request) for queue in (self.waiting, self.skipped, self.held))
 
     def pause(self, request: Request) -> None:
-        """Take a request out of its queue, if it is in one, until `unpause`."""
+        """Remove a request from its queue, if it is in one, until `unpause`."""
         self.remove(request)
         self.paused[request.key] = request
 
     def unpause(self, request: Request) -> None:
-        """Queue a paused request as one that comes back."""
+        """Queue a paused request again, like a preempted one."""
         del self.paused[request.key]
         (self.skipped if request.is_blocked else self.waiting).push_front(request)

@@ -1,4 +1,4 @@
-"""One generation as the scheduler holds it, while it waits and while it runs."""
+"""A request, waiting or running."""
 
 import numpy as np
 
@@ -15,8 +15,8 @@ NO_ROW = -1
 class Request:
     """Identity, limits and history of a request.
 
-    While it runs it has a row, and its counts and tokens live in that row of the RequestTable;
-    while it waits, token_ids holds prompt and generated tokens.
+    A running request has a row, and that row of the RequestTable holds its counts and tokens. Of a
+    waiting request, token_ids holds prompt and generated tokens.
     """
 
     __slots__ = (
@@ -53,28 +53,29 @@ class Request:
         self.status = (
             RequestStatus.WAITING_FOR_GRAMMAR if spec.needs_grammar else RequestStatus.WAITING
         )
-        # While it is WAITING_FOR_CLIENT: what it is again when that is over.
+        # The status to return to from WAITING_FOR_CLIENT.
         self.status_after_pause = self.status
         self.is_ready = not spec.needs_grammar
         self.row = NO_ROW
         self.num_preemptions = 0
-        # Of the first admission; -1 before it.
+        # Cached tokens at the first admission; -1 before it.
         self.num_cached_tokens = -1
-        # Tokens scheduled before a preemption whose output has not come yet; dropped or delivered.
+        # Tokens scheduled before a preemption whose output is in flight; the output is delivered,
+        # or dropped if drop_stale is set.
         self.num_stale_tokens = 0
         self.drop_stale = False
 
     @property
     def is_blocked(self) -> bool:
-        """Whether it waits on something else than the scheduler."""
+        """Whether the request waits for something outside the scheduler."""
         return self.status in BLOCKED_STATUSES
 
     @property
     def is_paused(self) -> bool:
-        """Whether it has been set aside until its client reads again."""
+        """Whether the request waits until its client reads again."""
         return self.status is RequestStatus.WAITING_FOR_CLIENT
 
     @property
     def is_waiting_for_output(self) -> bool:
-        """Whether output from before its preemption is to be delivered first."""
+        """Whether output from before a preemption has to be delivered first."""
         return self.num_stale_tokens > 0 and not self.drop_stale

@@ -1,7 +1,7 @@
-"""Running requests as columns: one row each, stable while it runs.
+"""Running requests as columns; a request keeps its row while it runs.
 
-A row is also the worker's row in its input batch. What a step needs of every running request is
-a column here, so that a step over hundreds of them is a few vector operations.
+The worker's input batch has the same rows. Everything that a step needs of every running request is
+a column, so that a step over hundreds of requests takes a few vector operations.
 """
 
 import numpy as np
@@ -13,7 +13,7 @@ from scheduler.core.request import NO_ROW, Request
 IntpArray = NDArray[np.intp]
 
 NO_STOP_ID = -1
-NOBODY = -1
+NO_ADMISSION = -1
 _NO_LIMIT = 2**31 - 1  # what a column holds
 # Rows with more stop ids than this have their tokens looked at one by one.
 MAX_VECTOR_STOP_IDS = 8
@@ -37,18 +37,18 @@ class RequestTable:
         # Computed tokens from which a row needs another block, or has one more to register.
         self.growth_event = _column(num_rows)
         self.full_event = _column(num_rows)
-        self.length_limit = _column(num_rows)  # num_tokens at which it ends
+        self.length_limit = _column(num_rows)  # num_tokens at which the request ends
         self.output_limit = _column(num_rows)  # prompt + max_tokens, or what the pool carries
         self.is_prefill_chunk: BoolArray = np.zeros(num_rows, dtype=np.bool_)
-        # Admitted with a long prefill, and held to the share of those.
+        # Admitted with a long prefill: the prefill is limited to the share of long ones.
         self.is_long: BoolArray = np.zeros(num_rows, dtype=np.bool_)
         self.is_walked: BoolArray = np.zeros(num_rows, dtype=np.bool_)  # stops need Python
-        # Counts admissions: tells a row's request from an earlier one of the same row.
-        self.admission_id: Int64Array = np.full(num_rows, NOBODY, dtype=np.int64)
+        # Number of the admission: tells the row's request from an earlier one in the same row.
+        self.admission_id: Int64Array = np.full(num_rows, NO_ADMISSION, dtype=np.int64)
         self.key: Int64Array = np.zeros(num_rows, dtype=np.int64)
-        # Column i: each row's i-th stop id (EOS included) or NO_STOP_ID; as many as ever needed.
+        # Column i: each row's i-th stop id (EOS included) or NO_STOP_ID.
         self.stop_columns: list[Int32Array] = []
-        # Rows of these are touched (and so paged in) only as far as they are used.
+        # Only the used part of each row is ever touched, and so paged in.
         self.token_ids: Int32Array = np.empty(
             (num_rows, config.max_model_len + config.num_spec_tokens + 1), dtype=np.int32
         )
@@ -67,11 +67,11 @@ class RequestTable:
 
     @property
     def running_rows(self) -> IntpArray:
-        """[num_running] rows in order of admission; a view, valid until somebody comes or goes."""
+        """[num_running] rows in order of admission; a view, valid until the next change."""
         return self._order[: self.num_running]
 
     def request(self, row: int) -> Request:
-        """Who has the row."""
+        """The request in a row; the row must be in use."""
         request = self.requests[row]
         assert request is not None, f"row {row} is free"
         return request
@@ -80,8 +80,8 @@ class RequestTable:
         """[num_tokens] of a row; a view."""
         return self.token_ids[row, : self.num_tokens[row]]
 
-    def place(self, request: Request) -> int:
-        """Give a request a row, at the end of the running order; it has no blocks yet."""
+    def assign_row(self, request: Request) -> int:
+        """Assign a row to a request, at the end of the running order, without blocks."""
         row = self._free_rows.pop()
         num_tokens = len(request.token_ids)
         spec = request.spec
@@ -105,33 +105,33 @@ class RequestTable:
         self.admission_id[row] = self._num_admissions
         self._num_admissions += 1
         self.key[row] = request.key
-        self._place_stop_ids(row, request)
+        self._set_stop_ids(row, request)
         request.row = row
         request.status = RequestStatus.RUNNING
         return row
 
     def mark_long(self, row: int) -> None:
-        """Hold a row's prefill to the share of long ones."""
+        """Limit a row's prefill to the share of long ones."""
         self.is_long[row] = True
         self.num_long += 1
 
     def vacate(self, row: int) -> None:
-        """Free a row whose request has left the running order; it takes its tokens along."""
+        """Free a row that has left the running order; its tokens move to the request."""
         request = self.request(row)
         request.token_ids = self.tokens(row).copy()
         request.row = NO_ROW
         self.requests[row] = None
-        self.admission_id[row] = NOBODY
+        self.admission_id[row] = NO_ADMISSION
         self.num_walked -= int(self.is_walked[row])
         self.num_long -= int(self.is_long[row])
         self._free_rows.append(row)
 
     def position(self, row: int) -> int:
-        """Where a row stands in the running order."""
+        """Position of a row in the running order."""
         return int((self.running_rows == row).nonzero()[0][0])
 
     def leave(self, position: int) -> int:
-        """Take the row at a position out of the running order."""
+        """Remove the row at a position from the running order, and return it."""
         order = self._order
         row = int(order[position])
         order[position : self.num_running - 1] = order[position + 1 : self.num_running]
@@ -139,12 +139,12 @@ class RequestTable:
         return row
 
     def keep_running(self, is_kept: BoolArray) -> None:
-        """Take all others out of the running order; is_kept is [num_running]."""
+        """Remove the other rows from the running order; is_kept is [num_running]."""
         kept = self.running_rows[is_kept]
         self._order[: len(kept)] = kept
         self.num_running = len(kept)
 
-    def _place_stop_ids(self, row: int, request: Request) -> None:
+    def _set_stop_ids(self, row: int, request: Request) -> None:
         ids = request.spec.eos_token_ids + request.spec.stop_token_ids
         is_walked = request.spec.repetition is not None or len(ids) > MAX_VECTOR_STOP_IDS
         self.is_walked[row] = is_walked

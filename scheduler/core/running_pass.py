@@ -106,11 +106,10 @@ class RunningPass:
                 batch, victim_position, table.request(row), num_missing
             )
             if victim_row == row:
-                # As vLLM 0.27.1: those behind it get nothing in this step.
+                # Quirk of vLLM 0.27.1: rows behind it get nothing in this step.
                 return table.num_running
-            # Known quirk of vLLM 0.27.1, kept so that recordings replay: if the victim stood before
-            # this row and was skipped in this pass, `position` is not decremented, so the next
-            # running request is skipped in this step.
+            # Quirk of vLLM 0.27.1: if the victim stood before this row and got no tokens in this
+            # pass, `position` is not decremented, so the next running request is skipped.
             position -= was_scheduled
         self._give(batch, columns, int(columns.num_scheduled[0]))
         return position + 1
@@ -127,7 +126,7 @@ class RunningPass:
             self._table.request(row).history.num_held_steps += 1
 
     def _scheduled_drafts(self, rows: IntpArray, num_beyond: Int32Array) -> Int32Array | None:
-        """[num_rows] drafts among the tokens beyond the known ones; None: nobody has any."""
+        """[num_rows] drafts among the tokens beyond the known ones; None: no row has any."""
         if not self._has_drafts:
             return None
         num_drafts = np.clip(num_beyond, 0, self._table.num_drafts[rows])
@@ -136,7 +135,7 @@ class RunningPass:
     def _wanted(
         self, batch: StepBatch, rows: IntpArray, goals: Int32Array, num_computed: Int32Array
     ) -> Int32Array:
-        """[num_rows] tokens that each row may advance, budget aside; at most 0: passed over."""
+        """[num_rows] tokens that each row may advance, whatever the budget; 0 or less: none."""
         table = self._table
         wanted = goals - num_computed
         if self._has_drafts:
@@ -146,7 +145,7 @@ class RunningPass:
         if self._has_drafts or self._state.is_pipelined:
             np.minimum(wanted, self._max_computed - num_computed, out=wanted)
         if self._state.is_pipelined:
-            # The tokens in flight already reach max_tokens.
+            # Tokens in flight already bring the request to its end.
             num_placeholders = table.num_placeholders[rows]
             will_have = num_computed + 2 - num_placeholders
             wanted[(num_placeholders > 0) & (will_have >= table.output_limit[rows])] = 0

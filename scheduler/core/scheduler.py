@@ -1,7 +1,8 @@
 """The scheduling core of one worker: requests and results in, plans and outputs out.
 
-It decides each step: how many tokens every request advances, over which KV blocks, and who has to
-give way. It knows no clock, no wire and no tensor; `now` is an argument.
+The core decides for each step how many tokens every request advances, which KV blocks they take,
+and which requests are preempted. It knows no clock, no wire format and no tensor; `now` is an
+argument.
 """
 
 import numpy as np
@@ -34,11 +35,11 @@ from scheduler.core.waiting_pass import WaitingPass
 
 
 class SchedulerCore:
-    """Plans steps; one loop owns it and calls schedule and update, results in the plans' order."""
+    """Plans steps. One loop owns it, and passes results in the order of the plans."""
 
     def __init__(self, config: SchedulerConfig) -> None:
         self.config = config
-        # Read by recordings and tests; only this class's methods change it.
+        # Recordings and tests read it; only this class's methods change it.
         self.state = SchedulerState(config)
         self._running_pass = RunningPass(self.state)
         self._waiting_pass = WaitingPass(self.state)
@@ -51,17 +52,17 @@ class SchedulerCore:
 
     @property
     def num_waiting(self) -> int:
-        """Requests in the queues, preempted and blocked ones included, paused ones not."""
+        """Requests in the queues, including preempted and blocked ones, without paused ones."""
         return len(self.state.queues)
 
     @property
     def num_paused(self) -> int:
-        """Requests set aside until their clients read."""
+        """Requests that wait until their clients read."""
         return len(self.state.queues.paused)
 
     @property
     def num_free_blocks(self) -> int:
-        """Blocks that nobody references."""
+        """Unreferenced blocks, including cached ones."""
         return self.state.kv.pool.num_free
 
     @property
@@ -71,11 +72,11 @@ class SchedulerCore:
 
     @property
     def has_freed_rows(self) -> bool:
-        """Whether there are rows that the worker does not know to be free."""
+        """Whether the worker has not been told of some rows that are free."""
         return bool(self.state.freed_rows)
 
     def add_request(self, request: NewRequest, now: float) -> None:
-        """Queue a request that `refusal` has nothing against."""
+        """Queue a request; `refusal` must have returned None for it."""
         assert request.key not in self.state.requests, f"key {request.key} is in use"
         self.state.now = now
         self.state.add(request, now)
@@ -101,42 +102,43 @@ class SchedulerCore:
         return None
 
     def mark_ready(self, request_id: str) -> None:
-        """What a request was blocked on (its grammar) is there; unknown ids are ignored."""
+        """Note that a request's grammar is compiled; unknown ids are ignored."""
         queues = self.state.queues
         for request in (*queues, *queues.paused.values()):
             if request.request_id == request_id:
                 request.is_ready = True
 
     def pause_request(self, key: int) -> bool:
-        """Set a request aside whose client does not read, without a row and without blocks.
+        """Pause a request whose client does not read, until `continue_request`.
 
-        Its output in flight is still delivered, and no step looks at it until `continue_request`;
-        its deadline counts on. Nothing happens if it is unknown or paused already.
+        The request loses its row and its blocks and leaves the queues. Its output in flight is
+        still delivered, and its deadline still holds. Nothing happens if the request is unknown or
+        paused already.
 
         Returns:
-            Whether it was running.
+            Whether the request was running.
         """
         request = self.state.requests.get(key)
         if request is None or request.is_paused:
             return False
         was_running = request.row >= 0
-        self.state.set_aside(request)
+        self.state.pause_request(request)
         return was_running
 
     def continue_request(self, key: int) -> None:
-        """Queue a paused request at its place for one that comes back; else nothing happens."""
+        """Queue a paused request again; nothing happens if it is not paused."""
         request = self.state.requests.get(key)
         if request is not None and request.is_paused:
-            self.state.bring_back(request)
+            self.state.unpause_request(request)
 
     def abort(
         self, key: int, status: RequestStatus = RequestStatus.ABORTED
     ) -> FinishedRequest | None:
-        """End a request now; its blocks are free at once. None: unknown or already finished."""
+        """End a request and free its blocks now; None if it is unknown or has ended."""
         return self.state.end(key, status)
 
     def output_token_ids(self, key: int) -> Int32Array | None:
-        """[num_output_tokens] what a live request has generated so far, a copy; None: it ended."""
+        """[num_output_tokens] a copy of a request's generated tokens; None if it ended."""
         request = self.state.requests.get(key)
         if request is None:
             return None
@@ -145,15 +147,15 @@ class SchedulerCore:
         return token_ids[request.num_prompt_tokens :].copy()
 
     def set_pause(self, pause: Pause) -> None:
-        """Stop admissions, or everything, from the next step on."""
+        """Stop admissions, or all scheduling, from the next step on."""
         self.state.pause = pause
 
     def reset_prefix_cache(self, *, reset_running: bool) -> ResetOutcome:
-        """Forget cached contents; only possible when no request holds a block.
+        """Evict all cached contents; only possible when no request holds a block.
 
         Args:
-            reset_running: preempt all running requests for it, the youngest first. They start again
-                in the next step; their output in flight is dropped.
+            reset_running: preempt all running requests first, the youngest first. Their output in
+                flight is dropped, and the next step may admit them again.
         """
         state = self.state
         preempted = []
@@ -183,7 +185,7 @@ class SchedulerCore:
         return plan
 
     def update(self, result: StepResult, now: float) -> StepOutput:
-        """Apply the result of the oldest step that has none yet; empty steps need no result."""
+        """Apply the result of the oldest step without one; empty steps need no result."""
         if not len(result.num_sampled_tokens):
             return StepOutput(
                 step_id=result.step_id,
@@ -198,11 +200,11 @@ class SchedulerCore:
         self.state.flights.popleft()
         output = self._update.run(flight, result)
         if self.state.stale:
-            self.state.forget_drained()
+            self.state.forget_delivered()
         return output
 
     def explain(self, request_id: str) -> Explanation | None:
-        """What happened to a request and why; None: never seen, or ended too long ago."""
+        """A request's history; None if it is unknown or ended too long ago."""
         state = self.state
         for position, request in enumerate(state.queues):
             if request.request_id == request_id:
@@ -220,7 +222,7 @@ class SchedulerCore:
     def update_drafts(
         self, keys: list[int], num_drafts: Int32Array, draft_token_ids: Int32Array
     ) -> None:
-        """Attach drafts proposed apart from a result; finished and mid-prefill requests drop them.
+        """Attach drafts that came apart from a result; see OutputUpdate.take_drafts.
 
         Args:
             keys: requests.
@@ -279,7 +281,7 @@ class SchedulerCore:
         )
 
     def _advance(self, columns: BatchColumns, is_chunk: BoolArray) -> None:
-        """Count scheduled tokens as computed now, before the worker has run."""
+        """Count scheduled tokens as computed, before the worker has run."""
         state = self.state
         table = state.table
         rows = columns.rows
@@ -293,7 +295,8 @@ class SchedulerCore:
             for row in rows[is_chunk].tolist():
                 table.request(row).history.num_chunks += 1
         if self.config.num_spec_tokens:
-            # Drafts that were not scheduled are lost; the next ones of a pipeline are the worker's.
+            # Unscheduled drafts are dropped. In a pipeline the worker keeps the next drafts, and
+            # the core counts on num_spec_tokens of them.
             next_drafts = self.config.num_spec_tokens if state.is_pipelined else 0
             table.num_drafts[rows] = np.where(is_chunk, 0, next_drafts)
         if state.is_pipelined:
@@ -313,7 +316,7 @@ class SchedulerCore:
         )
 
     def check_invariants(self) -> None:
-        """Assert that every block has exactly one owner and that every request is in one place."""
+        """Assert that reference counts are right and that every request is in one place."""
         state = self.state
         holders: dict[int, int] = {}
         for row in state.table.running_rows.tolist():
@@ -329,7 +332,7 @@ class SchedulerCore:
 
 
 def _taken(numbers: list[int]) -> Int32Array:
-    """The numbers as a column; the list is empty afterwards."""
+    """The numbers as a column; empties the list."""
     if not numbers:
         return EMPTY_INT32
     column = np.array(numbers, dtype=np.int32)

@@ -1,6 +1,6 @@
-"""What the passes of a step share: running rows, waiting queues, blocks, and steps in flight.
+"""The state that the passes of a step share: rows, queues, blocks, and steps in flight.
 
-It carries out the transitions of a request (admit, preempt, finish); the passes decide them.
+SchedulerState carries out a request's transitions (preempt, pause, finish); the passes decide them.
 """
 
 from collections import deque
@@ -30,13 +30,13 @@ from scheduler.core.queues import WaitingQueues
 from scheduler.core.request import NO_ROW, Request
 from scheduler.core.request_table import IntpArray, RequestTable
 
-# A worker with nothing to run is not woken for each row that it may forget.
+# An idle worker is not woken for each row that became free.
 MAX_FREED_ROW_WAIT_S = 0.1
 
 
 @dataclass(frozen=True, slots=True)
 class Flight:
-    """A step whose result has not come yet; columns are [num_reqs] in plan order."""
+    """A step without a result; columns are [num_reqs] in plan order."""
 
     step_id: int
     rows: IntpArray
@@ -47,7 +47,7 @@ class Flight:
 
 
 class SchedulerState:
-    """The one owner of a scheduler's mutable state."""
+    """The owner of a scheduler's mutable state."""
 
     def __init__(self, config: SchedulerConfig) -> None:
         self.config = config
@@ -56,20 +56,20 @@ class SchedulerState:
         self.policy = POLICIES[config.policy]
         self.queues = WaitingQueues(self.policy)
         self.ledger = Ledger()
-        # The step being planned, or the next one; and the clock of the last call.
+        # The step being planned, or the next step; `now` is the time of the last call.
         self.step_id = 0
         self.now = 0.0
         self._deadlines: LazyHeap[int, int] = LazyHeap()
         self.requests: dict[int, Request] = {}
         self.flights: deque[Flight] = deque()
-        # Preempted requests with output in flight, by the admission that the output is from.
+        # Preempted requests with output in flight, by the id of the admission it belongs to.
         self.stale: dict[int, Request] = {}
         self.freed_rows: list[int] = []
         self._first_freed = 0.0
         self.pause = Pause.UNPAUSED
-        # Whether requests were left waiting when nothing held admissions back.
+        # Whether requests were left waiting although prefills were not throttled.
         self.is_saturated = False
-        # Of admissions since somebody looked.
+        # Of admissions since the last call of take_prefix_cache_stats.
         self.stats = PrefixCacheStats()
         self.is_pipelined = config.pipeline_depth > 1
 
@@ -78,23 +78,23 @@ class SchedulerState:
         history = History(spec.request_id, self.step_id, now, len(self.queues))
         request = Request(spec, self.config.block_size, history)
         if self.config.enable_prefix_caching:
-            # What the caller has not hashed ahead is hashed here rather than within a step.
+            # Blocks that the caller has not hashed are hashed here, not within a step.
             num_full = len(request.token_ids) // self.config.block_size
             request.block_hashes.extend(request.token_ids, num_full)
         self.own(request)
         self.queues.add(request)
 
     def own(self, request: Request) -> None:
-        """Answer for a request from now on, wherever it is."""
+        """Take a live request in, with its deadline, whichever queue or row it has."""
         self.requests[request.key] = request
         if request.spec.deadline is not None:
             self._deadlines.push(request.key, request.spec.deadline, request.key)
 
     def preempt(self, row: int, cause: Victim | None) -> Request:
-        """Put a request that left the running order back to waiting; its blocks become free.
+        """Free the row and blocks of a request that left the running order, and queue it again.
 
-        Its output in flight is still delivered when it comes; without a cause within a step (the
-        prefix cache is reset) it is dropped.
+        Output in flight is still delivered; without a cause (a reset of the prefix cache) it is
+        dropped.
         """
         table = self.table
         request = table.request(row)
@@ -112,11 +112,11 @@ class SchedulerState:
         self.queues.waiting.push_front(request)
         return request
 
-    def set_aside(self, request: Request) -> None:
-        """Pause a request, running or waiting, until `bring_back`.
+    def pause_request(self, request: Request) -> None:
+        """Pause a request, running or waiting, until `unpause_request`.
 
-        One that runs comes back as a preempted one does: its blocks become free, its output in
-        flight is still delivered.
+        A running request loses its row and blocks as a preempted one does, and its output in flight
+        is still delivered.
         """
         row, num_computed = request.row, 0
         if row != NO_ROW:
@@ -130,7 +130,7 @@ class SchedulerState:
         request.status = RequestStatus.WAITING_FOR_CLIENT
         self.queues.pause(request)
 
-    def bring_back(self, request: Request) -> None:
+    def unpause_request(self, request: Request) -> None:
         """Queue a paused request again."""
         request.history.unpaused(self.step_id, self.now)
         request.status = request.status_after_pause
@@ -139,10 +139,10 @@ class SchedulerState:
     def displace(
         self, batch: StepBatch, position: int, beneficiary: Request, num_needed: int
     ) -> bool:
-        """Preempt who runs at a position for another request that needs blocks (or its slot).
+        """Preempt the request at a position for another one that needs its blocks or its slot.
 
         Returns:
-            Whether it had been scheduled in this step; its tokens are back in the budget then.
+            Whether the victim had tokens in this step; they are returned to the budget.
         """
         row = self.table.leave(position)
         request = self.table.request(row)
@@ -163,9 +163,9 @@ class SchedulerState:
     def finish(
         self, request: Request, status: RequestStatus, stop_token_id: int | None = None
     ) -> FinishedRequest:
-        """End a request: its blocks are free at once, its row is reported by the next plan.
+        """End a request and free its blocks; the next plan reports its row as free.
 
-        The caller takes its row out of the running order.
+        The caller removes the row from the running order.
         """
         num_computed = 0
         if request.row == NO_ROW:
@@ -185,7 +185,7 @@ class SchedulerState:
         )
 
     def end(self, key: int, status: RequestStatus) -> FinishedRequest | None:
-        """End a request wherever it is; None: it is unknown or has ended."""
+        """End a request, running or waiting; None if it is unknown or has ended."""
         request = self.requests.get(key)
         if request is None:
             return None
@@ -209,7 +209,10 @@ class SchedulerState:
         self.freed_rows.append(row)
 
     def take_freed_rows(self, *, is_sent_anyhow: bool) -> Int32Array:
-        """The rows that a plan is to free; alone they wait a while for a plan that is sent."""
+        """The rows that a plan reports as free.
+
+        If the plan has nothing else to send, they wait up to MAX_FREED_ROW_WAIT_S for one that has.
+        """
         if not self.freed_rows or not (
             is_sent_anyhow or self.now >= self._first_freed + MAX_FREED_ROW_WAIT_S
         ):
@@ -224,14 +227,14 @@ class SchedulerState:
             int(flight.num_scheduled[flight.admission_ids == admission_id].sum())
             for flight in self.flights
         )
-        # Once some of its output is to be dropped, all that is in flight with it is.
-        has_undrained = request.num_stale_tokens > 0
-        request.drop_stale = drop_output or (request.drop_stale and has_undrained)
+        # Once some of a request's output in flight is to be dropped, all of it is.
+        has_stale = request.num_stale_tokens > 0
+        request.drop_stale = drop_output or (request.drop_stale and has_stale)
         if num_in_flight:
             request.num_stale_tokens += num_in_flight
             self.stale[admission_id] = request
 
-    def forget_drained(self) -> None:
-        """Drop the notes about output that can no longer come."""
+    def forget_delivered(self) -> None:
+        """Forget requests whose stale output has come."""
         awaited = {int(i) for flight in self.flights for i in np.unique(flight.admission_ids)}
         self.stale = {i: request for i, request in self.stale.items() if i in awaited}

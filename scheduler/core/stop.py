@@ -1,4 +1,4 @@
-"""Decides whether a request ends with a token it has just been given."""
+"""Decides whether a request ends with its newest token."""
 
 from collections.abc import Sequence
 
@@ -7,19 +7,19 @@ import numpy as np
 from scheduler.core.plan import Int32Array, RepetitionLimit, RequestStatus
 from scheduler.core.request import Request
 
-# A final status, and the stop token that brought it.
+# A final status, and the stop token that caused it.
 End = tuple[RequestStatus, int | None]
 
 
 def stop_status(request: Request, token_ids: Int32Array, max_num_tokens: int) -> End | None:
-    """How a request ends, and by which stop token; None: it goes on.
+    """How a request ends, and by which stop token; None if it goes on.
 
-    In this order: an EOS, a stop id, the length, repetition. min_tokens holds back all but the
+    Tested in this order: EOS, stop ids, length, repetition. min_tokens holds back all but the
     length. So an EOS as the last allowed token is STOPPED, not LENGTH_CAPPED.
 
     Args:
         token_ids: [num_tokens] prompt and generated tokens, the newest last.
-        max_num_tokens: how long any request may become.
+        max_num_tokens: tokens at which any request ends.
     """
     spec = request.spec
     num_outputs = len(token_ids) - request.num_prompt_tokens

@@ -18,14 +18,14 @@ from scheduler.core.plan import (
     StepResult,
 )
 from scheduler.core.request import Request
-from scheduler.core.request_table import NOBODY, IntpArray
+from scheduler.core.request_table import NO_ADMISSION, IntpArray
 from scheduler.core.state import Flight, SchedulerState
 from scheduler.core.stop import End, stop_status
 
 
 @dataclass(slots=True)
 class _Sampled:
-    """Rows that got tokens, in plan order, and their tokens one row after the other."""
+    """Rows that got tokens, in plan order, and their tokens, row after row."""
 
     indexes: IntpArray  # [num_rows] in the plan
     rows: IntpArray  # [num_rows]
@@ -41,7 +41,7 @@ _FAILED: End = (RequestStatus.ERROR, None)
 
 
 class OutputUpdate:
-    """The second half of a round: what came back changes the running set."""
+    """Applies results to the running requests."""
 
     def __init__(self, state: SchedulerState) -> None:
         self._state = state
@@ -80,7 +80,7 @@ class OutputUpdate:
         ends.sort(key=lambda placed: placed[0])
         finished = tuple(self._state.finish(request, *end) for _, request, end in ends)
         if finished:
-            table.keep_running(table.admission_id[table.running_rows] != NOBODY)
+            table.keep_running(table.admission_id[table.running_rows] != NO_ADMISSION)
         if len(result.num_draft_tokens):
             self.take_drafts(
                 flight.rows[is_current],
@@ -98,7 +98,7 @@ class OutputUpdate:
     def take_drafts(
         self, rows: IntpArray, num_drafts: Int32Array, draft_token_ids: Int32Array
     ) -> None:
-        """Attach proposed drafts to rows; finished ones and those mid-prefill drop theirs.
+        """Attach proposed drafts to rows; rows that ended or are mid-prefill drop theirs.
 
         Args:
             rows: [num_rows].
@@ -106,10 +106,10 @@ class OutputUpdate:
             draft_token_ids: [sum(num_drafts)].
         """
         if self._state.is_pipelined:
-            # The worker keeps them: the step that verifies them has been planned already.
+            # The worker keeps the drafts: the step that verifies them has been planned already.
             return
         table = self._table
-        is_taken = (table.admission_id[rows] != NOBODY) & ~table.is_prefill_chunk[rows]
+        is_taken = (table.admission_id[rows] != NO_ADMISSION) & ~table.is_prefill_chunk[rows]
         draft_token_ids = draft_token_ids[np.repeat(is_taken, num_drafts)]
         rows, num_drafts = rows[is_taken], num_drafts[is_taken]
         table.num_drafts[rows] = num_drafts
@@ -151,7 +151,7 @@ class OutputUpdate:
         return after - before
 
     def _take_back_rejected(self, sampled: _Sampled) -> None:
-        """Rejected drafts were scheduled and are not computed."""
+        """Subtract rejected drafts, which were counted as computed when they were scheduled."""
         num_drafts = sampled.num_drafts
         if num_drafts is None:
             return
@@ -201,7 +201,7 @@ class OutputUpdate:
         )
 
     def _first_end(self, row: int, num_tokens: int, num_new: int) -> tuple[int, End | None]:
-        """Of new tokens behind num_tokens: how many are kept, and the end that the last makes."""
+        """How many of a row's num_new tokens behind num_tokens are kept, and the end, if any."""
         table = self._table
         request = table.request(row)
         line = table.token_ids[row]
@@ -214,7 +214,7 @@ class OutputUpdate:
     def _take_stale(
         self, request: Request, tokens: Int32Array, num_scheduled: int
     ) -> tuple[int, End | None]:
-        """Deliver output from before a preemption; counters restarted then, so they stay."""
+        """Append output from before a preemption; the request's counters have restarted since."""
         request.num_stale_tokens -= num_scheduled
         if request.drop_stale:
             return 0, None

@@ -1,6 +1,7 @@
 """Admits waiting requests, in the order of the policy, while slots, budget and blocks last.
 
-Nobody overtakes a head that does not fit; only requests that wait on something else are set aside.
+No request overtakes a head of the queue that does not fit. Only requests that wait for something
+outside the scheduler, or for other long prefills, are passed over.
 """
 
 from collections import Counter
@@ -26,11 +27,11 @@ _DISPLACING_REASONS = frozenset(
 
 @dataclass(frozen=True, slots=True)
 class Fit:
-    """How a waiting request would start."""
+    """What a waiting request gets if it is admitted now."""
 
     hit: PrefixHit
     num_new_tokens: int
-    num_drafts: int  # placeholders
+    num_drafts: int  # placeholders that pad the batch
     is_long: bool
 
 
@@ -51,7 +52,7 @@ class WaitingPass:
             self._state.is_saturated &= batch.is_deferring_prefills
             return
         batch.end_running_pass()
-        set_aside: list[Request] = []
+        skipped: list[Request] = []
         while (queue := queues.next_queue(with_held=batch.long_budget > 0)) is not None:
             full = self._full(batch)
             request = queue.head()
@@ -60,7 +61,7 @@ class WaitingPass:
                 break
             reason = self._not_ready(request)
             if reason is not None:
-                set_aside.append(queue.pop())
+                skipped.append(queue.pop())
                 self._pass_over(batch, request, reason)
                 continue
             if not self._admit_or_pass_over(batch, request, queue, full):
@@ -69,24 +70,24 @@ class WaitingPass:
             self._note_held(batch)
         if not batch.is_deferring_prefills:
             self._state.is_saturated = len(queues.waiting) > 0
-        queues.put_back(set_aside)
+        queues.put_back(skipped)
         batch.num_behind_head = len(queues) - len(batch.passed_over)
 
     def hold(self, batch: StepBatch, reason: WaitReason) -> None:
-        """Admit nobody in this step."""
+        """Admit no request in this step."""
         queues = self._state.queues
         if (queue := queues.next_queue()) is not None:
             self._pass_over(batch, queue.head(), reason)
             batch.num_behind_head = len(queues) - 1
 
     def _note_held(self, batch: StepBatch) -> None:
-        """All that is left waits for other long prefills, behind the first of them."""
+        """Give the head of `held` as a reason for all that still wait, if there is none yet."""
         held, reason = self._state.queues.held, WaitReason.LONG_PREFILLS
         if held and all(fact.reason is not reason for fact in batch.passed_over):
             self._pass_over(batch, held.head(), reason)
 
     def _full(self, batch: StepBatch) -> WaitReason | None:
-        """Why nobody can be added, if so."""
+        """Why no request can be admitted, if so."""
         if batch.budget <= 0:
             return WaitReason.BUDGET
         if self._state.table.num_running >= self._config.max_num_seqs:
@@ -96,12 +97,14 @@ class WaitingPass:
     def _admit_or_pass_over(
         self, batch: StepBatch, request: Request, queue: WaitingQueue, full: WaitReason | None
     ) -> bool:
-        """Look at the head of a queue; False: it has to wait, and so has everybody behind it.
+        """Admit the head of a queue if it fits.
 
-        A request that only has to wait for other long prefills holds nobody up.
+        Returns:
+            Whether to go on with the next request. A request that waits only for other long
+            prefills does not block those behind it.
         """
         if any(victim.key == request.key for victim in batch.victims):
-            # Who was displaced in this step stays out of it: nobody goes back and forth.
+            # A request displaced in this step is not admitted in it, or two would take turns.
             full = WaitReason.PREEMPTION
         fit = self._fit(batch, request) if full is None else _passed_over(request, full)
         if isinstance(fit, Fit):
@@ -136,7 +139,7 @@ class WaitingPass:
     def _would_help(
         self, batch: StepBatch, request: Request, lack: PassedOver, victim: Request
     ) -> bool:
-        """Whether the request gets in once the victim, and perhaps others after it, have fallen."""
+        """Whether the request fits once the victim, and perhaps further ones, are preempted."""
         if lack.reason is WaitReason.BUDGET:
             if batch.budget > 0 or not batch.has(victim.row):
                 return False
@@ -148,10 +151,10 @@ class WaitingPass:
         return num_needed <= self._num_obtainable_blocks(request, hit)
 
     def _num_obtainable_blocks(self, request: Request, hit: PrefixHit) -> int:
-        """Blocks that are free once everybody less urgent has lost its own.
+        """Blocks that are free once every request that may be displaced has lost its own.
 
-        Those that it would be given anyhow, as prefix hits, do not count: they are not in its need
-        while somebody holds them.
+        The request's prefix hits do not count: while they are referenced, it needs no free blocks
+        for them.
         """
         state = self._state
         hits = set(hit.block_ids)
@@ -166,7 +169,10 @@ class WaitingPass:
         )
 
     def _not_ready(self, request: Request) -> WaitReason | None:
-        """Why a request holds nobody up, or None; one that became ready is WAITING from here on."""
+        """What a request waits for outside the scheduler; None if nothing.
+
+        A blocked request that became ready changes to WAITING here.
+        """
         if request.is_waiting_for_output:
             return WaitReason.OUTPUT_IN_FLIGHT
         if not request.is_blocked:
@@ -178,7 +184,7 @@ class WaitingPass:
         return None
 
     def _fit(self, batch: StepBatch, request: Request) -> Fit | PassedOver:
-        """What a request would get now, or why it has to wait."""
+        """What a request gets if it is admitted now, or why it has to wait."""
         config = self._config
         hit = self._state.kv.find_prefix(request)
         num_tokens = len(request.token_ids)
@@ -187,19 +193,20 @@ class WaitingPass:
             return _passed_over(request, WaitReason.THROTTLED)
         num_drafts = 0
         if num_new == 1 and self._is_padded(batch):
-            # The batch stays uniform, which the worker's graphs need.
+            # Placeholder drafts keep the batch uniform, which the worker's CUDA graphs need.
             num_drafts = config.num_spec_tokens
             num_new += num_drafts
             if num_new > batch.budget or hit.num_tokens + num_new > config.max_model_len:
                 return _passed_over(request, WaitReason.BUDGET)
-        # As the reference: a threshold below 1 + num_spec_tokens cuts the tokens, not the drafts.
+        # Quirk of vLLM 0.27.1: a threshold below 1 + num_spec_tokens cuts the padded tokens, and
+        # leaves num_drafts as it is.
         is_long = 0 < config.long_prefill_token_threshold < num_new
         if is_long:
             num_new = min(config.long_prefill_token_threshold, batch.long_budget)
             if num_new <= 0:
                 return _passed_over(request, WaitReason.LONG_PREFILLS)
-        # What exceeds even a whole budget (after a preemption; new ones are refused) would wait for
-        # ever, so it is chunked all the same.
+        # Without chunked prefill, a request longer than a whole budget would wait for ever, so it
+        # is chunked all the same.
         is_whole = not config.enable_chunked_prefill and num_new <= config.max_num_batched_tokens
         if is_whole and num_new > batch.budget:
             return _passed_over(request, WaitReason.BUDGET)
@@ -208,20 +215,21 @@ class WaitingPass:
         return lack or Fit(hit, num_new, num_drafts, is_long)
 
     def _is_padded(self, batch: StepBatch) -> bool:
-        """Whether every running request scheduled so far is past its prefill, and drafts."""
+        """Whether drafts are used, and all rows scheduled so far are past their prefill."""
         if not self._config.num_spec_tokens:
             return False
         rows = batch.running_rows
         return len(rows) > 0 and not self._state.table.is_prefill_chunk[rows].any()
 
     def _lack_of_blocks(self, request: Request, hit: PrefixHit, num_new: int) -> PassedOver | None:
-        """Why blocks do not suffice, if they do not: for this step, or for the whole request."""
+        """Why free blocks do not suffice for this step or for the whole request, if so."""
         kv = self._state.kv
         num_tokens = hit.num_tokens + num_new + kv.num_lookahead
         num_needed = kv.blocks_to_admit(num_tokens, hit)
         if self._config.reserve_full_sequence:
             num_needed = max(num_needed, kv.blocks_to_admit(len(request.token_ids), hit))
-        # Alone, a request needs no reserve for others' growth: no deadlock.
+        # With no other request running there is no growth to reserve for, and the request must not
+        # wait for ever.
         num_reserved = self._num_watermark_blocks if self._state.table.num_running else 0
         num_free = kv.pool.num_free
         if num_needed + num_reserved <= num_free:
@@ -235,7 +243,7 @@ class WaitingPass:
         num_tokens = len(request.token_ids)
         num_cached = fit.hit.num_tokens
         token_ids = request.token_ids
-        row = state.table.place(request)
+        row = state.table.assign_row(request)
         batch.row_requests.append(
             RowRequest(row, request.key, request.request_id, token_ids, request.num_prompt_tokens)
         )

@@ -1,6 +1,6 @@
 """Runs a recorded trace again through today's core and finds the first difference.
 
-Pure: a trace is a decoded JSON object, as the reference's recordings and `--record` hold it. Only
+Pure: a trace is a decoded JSON object, as recordings of vLLM 0.27.1 and `--record` hold it. Only
 inputs are taken from it (requests, aborts, sampled tokens, drafts); every decision is made anew.
 """
 
@@ -36,7 +36,7 @@ _ORDERED = frozenset({"tokens", "computed"})
 class Difference:
     """Where a replay first departs from its trace; a field that is not there is None.
 
-    is_on_purpose: the reference goes on because min_tokens holds back even the length limit (and
+    is_on_purpose: vLLM 0.27.1 goes on because min_tokens holds back even the length limit (and
     hangs at max_model_len); here the request ends.
     """
 

@@ -14,7 +14,7 @@ import numpy as np
 from scheduler.core.explain import History
 from scheduler.core.plan import NewRequest, Pause, PrefixCacheStats, RequestStatus
 from scheduler.core.request import NO_ROW, Request
-from scheduler.core.request_table import NOBODY
+from scheduler.core.request_table import NO_ADMISSION
 from scheduler.core.state import Flight, SchedulerState
 from scheduler.replay.trace import Record
 
@@ -88,7 +88,7 @@ def restore(state: SchedulerState, snapshot: Record, spec_by_name: dict[str, New
     cached = [(base64.b64decode(digest), block_ids) for digest, block_ids in snapshot["cached"]]
     state.kv.pool.restore(snapshot["free_blocks"], held, cached)
     # Admissions that are over, of output in flight that is stale or that nobody awaits.
-    past = count(NOBODY - 1, -1)
+    past = count(NO_ADMISSION - 1, -1)
     for record in snapshot["flights"]:
         state.flights.append(_restored_flight(state, record, requests, past))
 
@@ -143,7 +143,7 @@ def _restored_request(state: SchedulerState, spec: NewRequest, record: Record) -
 
 def _restore_row(state: SchedulerState, request: Request, record: Record) -> None:
     table = state.table
-    row = table.place(request)
+    row = table.assign_row(request)
     num_blocks, num_drafts = len(record["blocks"]), len(record["drafts"])
     table.num_computed[row] = record["num_computed"]
     table.num_drafts[row] = num_drafts

@@ -1,6 +1,6 @@
 """The trace format: settings and requests of a run as JSON-able records, both ways.
 
-Read and written: what the reference's recordings have. Extensions, all optional: a step without
+Read and written: what recordings of vLLM 0.27.1 have. Extensions, all optional: a step without
 `sched` (inputs came in another order than a step has), `now` in a step, `client` in a step (pairs
 of "pause" or "continue" and a request), `paused` and `held` in its state, `failed` in an update,
 `long_prefill_share` in the config, and in a request `deadline`, `output`, `eos_token_ids`.

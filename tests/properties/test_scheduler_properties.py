@@ -210,7 +210,7 @@ class SchedulerMachine(RuleBasedStateMachine):
             self._update()
         if self.has_ties and self.config.policy != "fcfs":
             # Two that are equal in priority and arrival may take blocks from each other for ever,
-            # as in the reference: the victim is the first of equals, whoever that is.
+            # as in vLLM 0.27.1: the victim is the first of equals.
             for key in range(self.num_added):
                 self._abort(key)
         for core in self.cores:

@@ -9,7 +9,7 @@ import numpy as np
 
 from scheduler.core.batch import StepBatch
 from scheduler.core.plan import EMPTY_INT32, RequestStatus, StepOutput, StepResult
-from scheduler.core.request_table import NOBODY
+from scheduler.core.request_table import NO_ADMISSION
 from scheduler.core.running_pass import RunningPass
 from scheduler.core.state import Flight, SchedulerState
 from scheduler.core.stop import stop_status
@@ -122,7 +122,7 @@ class PlainUpdate(OutputUpdate):
             if end is not None:
                 finished.append(self.state.finish(request, *end))
         if finished:
-            table.keep_running(table.admission_id[table.running_rows] != NOBODY)
+            table.keep_running(table.admission_id[table.running_rows] != NO_ADMISSION)
         if len(result.num_draft_tokens):
             self.take_drafts(
                 flight.rows[is_current],

@@ -47,7 +47,7 @@ def test_of_equals_the_first_in_the_running_order_falls(make_core: MakeCore) -> 
 
 
 def test_those_behind_a_request_that_falls_itself_get_nothing(make_core: MakeCore) -> None:
-    """As the reference: r1 gets nothing in this step, though it needs no block."""
+    """As vLLM 0.27.1: r1 gets nothing in this step, though it needs no block."""
     driver = make_driver(make_core, num_gpu_blocks=3)
     driver.add(new_request(0, 15, priority=9))
     driver.step()
@@ -62,7 +62,7 @@ def test_those_behind_a_request_that_falls_itself_get_nothing(make_core: MakeCor
 
 
 def test_a_victim_that_was_passed_over_costs_another_its_turn(make_core: MakeCore) -> None:
-    """As the reference: r0, throttled, falls for r1; r2 moves up to r1's place and is missed."""
+    """As vLLM 0.27.1: r0, throttled, falls for r1; r2 moves up to r1's place and is missed."""
     driver = make_driver(make_core, num_gpu_blocks=5, long_prefill_token_threshold=8)
     driver.add(new_request(0, 40, priority=9))
     driver.step()

@@ -239,7 +239,7 @@ def test_a_request_that_waits_for_its_grammar_does_not_lift_the_throttle(
 
 
 def test_only_the_waiting_queue_tells_that_capacity_is_used_up(make_core: MakeCore) -> None:
-    """As the reference: r1, set aside for its grammar and then too long, does not count."""
+    """As vLLM 0.27.1: r1, passed over for its grammar and then too long, does not count."""
     core = make_core(num_gpu_blocks=6)
     driver = Driver(core)
     driver.add(new_request(0, 40), new_request(1, 50, needs_grammar=True))
