@@ -140,6 +140,15 @@ class ClientCompletion:
         self.prompt_logprobs: Sequence[bytes] = ()
         self.finish: CompletionFinish | None = None
 
+    @property
+    def arrived_unix_s(self) -> float:
+        """When the completion arrived; also what tells it from others that used its id before.
+
+        Completions of one request must not tie: two completions of equal priority and arrival
+        would preempt each other again and again.
+        """
+        return self.request.arrived_unix_s + self.index * 1e-6
+
     def end(self, finish: CompletionFinish) -> None:
         """Set how the completion ended, as its text has it.
 

@@ -39,7 +39,6 @@ class StatusLog:
         self._record(
             completion,
             State.QUEUED,
-            create_time_unix_s=request.arrived_unix_s,
             tenant=request.spec.tenant,
             model=request.spec.model,
             prompt_tokens=len(request.prompt_token_ids),
@@ -79,6 +78,7 @@ class StatusLog:
                 state=state,
                 epoch=completion.epoch,
                 time_unix_s=self._wall_clock(),
+                create_time_unix_s=completion.arrived_unix_s,
                 router_id=self._router_id,
                 **values,  # type: ignore[arg-type]
             )

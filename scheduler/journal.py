@@ -117,6 +117,7 @@ class Journal:
                 state=state,
                 time_unix_s=self._clock(),
                 epoch=request.submission.epoch,
+                create_time_unix_s=request.submission.arrival_time or None,
                 detail=detail,
                 completion_tokens=completion_tokens,
                 scheduler_id=self._scheduler_id,

@@ -37,7 +37,8 @@ class Outcome:
 class Update:
     """A change of state; fields that are None stay as they are in the record.
 
-    time_unix_s is when it happened. create_time_unix_s belongs to the first update of a request.
+    time_unix_s is when it happened. create_time_unix_s is when the request arrived, the same in all
+    of its updates: it tells requests apart that use one id after each other.
     """
 
     request_id: str

@@ -4,7 +4,8 @@ The one table. It knows no store and no clock; `store` applies it by compare-and
 
 An epoch counts dispatches of a request. A change keeps the epoch, except that a router which
 takes a live request back (its scheduler is gone, or everything restarted) raises it: what the
-old scheduler still writes is then refused.
+old scheduler still writes is then refused. Another request that uses the id later begins again,
+with no record and epoch 1; see `store`.
 """
 
 from enum import StrEnum

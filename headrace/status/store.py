@@ -1,7 +1,8 @@
 """The status of requests, in anything that speaks the Redis protocol (7.0 or newer).
 
 One record per request under a key that is hash-tagged by its id, and one script that compares
-and sets it: the state table, the epoch and the TTL in one step. Nothing here decides which
+and sets it: the state table, the epoch and the TTL in one step. An id that is used again, after its
+request has ended, gets a new record. Nothing here decides which
 change is legal (`states` does) or when it is written (`write_behind` does).
 """
 
@@ -10,6 +11,8 @@ import re
 import time
 from collections.abc import Callable, Iterable, Sequence
 from dataclasses import fields
+from itertools import groupby
+from operator import attrgetter
 from typing import Any, Self, cast
 
 import msgspec
@@ -21,7 +24,6 @@ from redis.exceptions import (
     AuthenticationWrongNumberOfArgsError,
     AuthorizationError,
     NoPermissionError,
-    NoScriptError,
     RedisError,
 )
 
@@ -41,11 +43,18 @@ _CREDENTIAL_ERRORS = (
     NoPermissionError,
 )
 
-# KEYS: a record for each update. ARGV: the updates as JSON, [state, epoch, [field, value, ...]]
-# each; one call for all, because redis-py's cost is per call. RULES is the table, as Lua.
+# KEYS: the record. ARGV: its updates, in order, as JSON: [state, epoch, create time or "", [field,
+# value, ...]] each. RULES is the table, as Lua. An update of another create time than the record's
+# is of another request, which uses the same id.
 _SCRIPT = """
-local function judge(rule, target, new_epoch, state, epoch)
+local BORN = 'create_time_unix_s'
+local function judge(rule, target, new_epoch, new_born, state, epoch, born)
   if not state then return rule.creates and 'APPLIED' or 'EARLY' end
+  if new_born and born and new_born ~= born then
+    if new_born < born then return 'STALE' end
+    if not rule.creates then return 'EARLY' end
+    return (rule.takes_over or not LIVE[state]) and 'NEW' or 'ILLEGAL'
+  end
   if new_epoch < epoch then return 'STALE' end
   if new_epoch > epoch then
     return rule.retakes[state] and 'APPLIED' or LIVE[state] and 'EARLY' or 'ILLEGAL'
@@ -53,14 +62,18 @@ local function judge(rule, target, new_epoch, state, epoch)
   if state == target then return 'REPEATED' end
   return rule.sources[state] and 'APPLIED' or rule.ahead[state] and 'EARLY' or 'ILLEGAL'
 end
-local answers = {}
+local key, answers = KEYS[1], {}
 for i, update in ipairs(cjson.decode(ARGV[1])) do
-  local key, target, new_epoch = KEYS[i], update[1], update[2]
-  local state, epoch = unpack(redis.call('HMGET', key, 'state', 'epoch'))
-  epoch = tonumber(epoch or '0')
-  local verdict = judge(RULES[target], target, new_epoch, state, epoch)
+  local target, new_epoch, new_born = update[1], update[2], tonumber(update[3])
+  local state, epoch, born = unpack(redis.call('HMGET', key, 'state', 'epoch', BORN))
+  epoch, born = tonumber(epoch or '0'), tonumber(born or '')
+  local verdict = judge(RULES[target], target, new_epoch, new_born, state, epoch, born)
+  if verdict == 'NEW' then
+    redis.call('DEL', key)
+    verdict = 'APPLIED'
+  end
   if verdict == 'APPLIED' or (verdict == 'REPEATED' and LIVE[state]) then
-    redis.call('HSET', key, 'state', target, 'epoch', new_epoch, unpack(update[3]))
+    redis.call('HSET', key, 'state', target, 'epoch', new_epoch, unpack(update[4]))
     redis.call('PEXPIRE', key, RULES[target].ttl_ms)
   end
   answers[i] = verdict .. ' ' .. epoch .. ' ' .. (state or '')
@@ -110,12 +123,14 @@ class StatusStore:
         """
         self._writer = writer
         self._writable = frozenset(s for s in State if states.writes(s, writer))
-        self._script = _script(
-            writer, lambda s: int((finished_ttl_s if s.is_final else live_ttl_s) * 1000)
-        )
         self._prefix = prefix
         self._client = _client(url, timeout_s) if url else None
-        self._script_sha = ""
+        if self._client is not None:
+            self._script = self._client.register_script(
+                _script(
+                    writer, lambda s: int((finished_ttl_s if s.is_final else live_ttl_s) * 1000)
+                )
+            )
         self._behind = WriteBehind(
             self._write_batch, max_requests=max_pending_requests, clock=clock
         )
@@ -223,35 +238,32 @@ class StatusStore:
         )
 
     async def _evaluate(self, updates: Sequence[Update]) -> list[Outcome]:
-        """Runs the script for each update, in one round trip; a ping when there is none."""
+        """Run the script for each request in a pipeline; ping the store when there is no update.
+
+        Updates of one request are next to each other. One call for each request, since the keys of
+        a call must lie on one node of a cluster.
+        """
         client = self._client
         assert client is not None, "only called with a store"
         if not updates:
             await cast("Any", client.ping())
             return []
-        if not self._script_sha:
-            self._script_sha = await cast("Any", client.script_load(self._script))
-        try:
-            return await self._call(client, updates)
-        except NoScriptError:
-            # A restarted or flushed server.
-            self._script_sha = await cast("Any", client.script_load(self._script))
-            return await self._call(client, updates)
-
-    async def _call(self, client: redis.asyncio.Redis, updates: Sequence[Update]) -> list[Outcome]:
-        keys = [self.key(update.request_id) for update in updates]
-        argument = msgspec.json.encode([_argument(update) for update in updates])
-        answers = await cast("Any", client.evalsha(self._script_sha, len(keys), *keys, argument))
-        return [_outcome(answer) for answer in answers]
+        async with client.pipeline(transaction=False) as pipe:
+            for request_id, chain in groupby(updates, key=attrgetter("request_id")):
+                argument = msgspec.json.encode([_argument(update) for update in chain])
+                await self._script([self.key(request_id)], [argument], pipe)
+            answers = await cast("Any", pipe.execute())
+        return [_outcome(answer) for chain_answers in answers for answer in chain_answers]
 
 
-def _argument(update: Update) -> tuple[str, int, list[str]]:
+def _argument(update: Update) -> tuple[str, int, str, list[str]]:
     """What the script is given of an update; numbers as they shall stand in the record."""
     values = ["update_time_unix_s", str(update.time_unix_s)]
     for name in _UPDATE_FIELDS:
         if (value := getattr(update, name)) is not None:
             values += [name, str(value)]
-    return update.state, update.epoch, values
+    born = update.create_time_unix_s
+    return update.state, update.epoch, "" if born is None else str(born), values
 
 
 def _outcome(answer: str) -> Outcome:
@@ -266,6 +278,7 @@ def _script(writer: Writer, ttl_ms: Callable[[State], int]) -> str:
         sources = states.sources(target, writer)
         rules.append(
             f"{target} = {{creates = {str(None in sources).lower()}, ttl_ms = {ttl_ms(target)},"
+            f" takes_over = {str(target is State.QUEUED).lower()},"
             f" sources = {_lua_set(s for s in sources if s is not None)},"
             f" retakes = {_lua_set(states.retake_sources(target, writer))},"
             f" ahead = {_lua_set(s for s in State if states.can_become(s, target))}}}"

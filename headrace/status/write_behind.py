@@ -188,7 +188,11 @@ def _append(updates: list[Update], update: Update) -> None:
 
 
 def _same(one: Update, other: Update) -> bool:
-    return one.state is other.state and one.epoch == other.epoch
+    return (one.state, one.epoch, one.create_time_unix_s) == (
+        other.state,
+        other.epoch,
+        other.create_time_unix_s,
+    )
 
 
 def _merged(old: Update, new: Update) -> Update:

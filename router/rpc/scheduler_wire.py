@@ -62,9 +62,7 @@ def to_submission(completion: ClientCompletion) -> scheduler_pb2.Submission:
         generated_token_ids=completion.token_ids.tobytes(),
         sampling=spec.sampling,
         priority=completion.priority,
-        # Completions of one request must not tie: two completions of equal priority and arrival
-        # would preempt each other again and again.
-        arrival_time_unix_s=request.arrived_unix_s + completion.index * 1e-6,
+        arrival_time_unix_s=completion.arrived_unix_s,
         deadline_unix_s=spec.deadline_unix_s or 0.0,
         cache_salt=request.cache_salt,
         tenant=spec.tenant,

@@ -71,6 +71,55 @@ async def test_a_final_state_is_not_left(router, scheduler):
     assert await verdict(router, State.DISPATCHED, epoch=2) is Verdict.ILLEGAL
 
 
+FIRST, AGAIN = {"create_time_unix_s": NOW}, {"create_time_unix_s": NOW + 1}
+
+
+async def test_an_id_that_is_used_again_gets_a_new_record(router, scheduler):
+    for state in (State.QUEUED, State.DISPATCHED):
+        await router.apply(update(state, epoch=3, tenant="old", detail="old", **FIRST))
+    for state in (State.RUNNING, State.STOPPED):
+        await scheduler.apply(update(state, epoch=3, completion_tokens=9, **FIRST))
+    for store, state in (
+        (router, State.QUEUED),
+        (router, State.DISPATCHED),
+        (scheduler, State.RUNNING),
+        (scheduler, State.STOPPED),
+    ):
+        assert await verdict(store, state, tenant="new", **AGAIN) is Verdict.APPLIED
+        record = await router.get("r1")
+        assert record is not None
+        assert (record.state, record.epoch, record.tenant) == (state, 1, "new")
+        assert (record.detail, record.completion_tokens) == ("", 0)
+        assert record.create_time_unix_s == NOW + 1
+
+
+async def test_what_is_written_late_for_an_earlier_request_of_the_id_is_stale(router, scheduler):
+    await router.apply(update(State.QUEUED, **FIRST))
+    await router.apply(update(State.DISPATCHED, **FIRST))
+    # Its end is still on its way, or never comes.
+    assert await verdict(router, State.QUEUED, **AGAIN) is Verdict.APPLIED
+    assert await verdict(scheduler, State.STOPPED, **FIRST) is Verdict.STALE
+    assert await verdict(router, State.DISPATCHED, epoch=2, **FIRST) is Verdict.STALE
+    assert await verdict(router, State.DISPATCHED, **AGAIN) is Verdict.APPLIED
+
+
+async def test_a_scheduler_may_be_early_for_a_request_that_uses_an_id_again(router, scheduler):
+    await router.apply(update(State.QUEUED, **FIRST))
+    await router.apply(update(State.ABORTED, **FIRST))
+    assert await verdict(scheduler, State.RUNNING, **AGAIN) is Verdict.EARLY
+    await router.apply(update(State.QUEUED, **AGAIN))
+    assert await verdict(scheduler, State.RUNNING, **AGAIN) is Verdict.EARLY
+    await router.apply(update(State.DISPATCHED, **AGAIN))
+    assert await verdict(scheduler, State.RUNNING, **AGAIN) is Verdict.APPLIED
+
+
+async def test_a_request_that_is_not_let_in_hides_no_live_one_of_its_id(router):
+    await router.apply(update(State.QUEUED, **FIRST))
+    assert await verdict(router, State.REJECTED, **AGAIN) is Verdict.ILLEGAL
+    await router.apply(update(State.ABORTED, **FIRST))
+    assert await verdict(router, State.REJECTED, **AGAIN) is Verdict.APPLIED
+
+
 async def test_a_step_back_within_an_epoch_is_illegal(router, scheduler):
     await running(router, scheduler)
     assert await verdict(router, State.EXPIRED) is Verdict.ILLEGAL

@@ -1,0 +1,43 @@
+"""What a request's status says, written by router and scheduler into a real store."""
+
+import asyncio
+
+from headrace.status.embedded import EmbeddedStore
+from headrace.status.states import State, Writer
+from headrace.status.store import StatusStore
+from headrace.v1 import inference_pb2
+from tests.router.fake_scheduler import MODEL
+from tests.router.stack import running_stack
+from tests.scheduler.fake_gpuworker import FakeGpuWorker
+from tests.scheduler.harness import running_scheduler
+
+
+async def test_an_id_that_is_used_again_shows_the_request_that_uses_it():
+    worker = FakeGpuWorker(model=MODEL)
+    await worker.start()
+    async with (
+        EmbeddedStore() as embedded,
+        StatusStore(embedded.url, Writer.SCHEDULER) as store,
+        running_scheduler([worker], store=store) as scheduler,
+        running_stack(schedulers=[scheduler], store_url=embedded.url) as stack,
+    ):
+        writing = asyncio.create_task(store.run())
+
+        async def shows(state: State) -> None:
+            request = inference_pb2.GetStatusRequest(request_id="r")
+            async with asyncio.timeout(60):
+                while (await stack.stub.GetStatus(request)).state != state:  # noqa: ASYNC110
+                    await asyncio.sleep(0.01)
+
+        await scheduler.ready()
+        for _ in range(3):
+            begun = worker.num_steps_begun
+            worker.hold()
+            call = stack.generate(token_ids={"ids": [11, 12]}, request_id="r")
+            await worker.step_begun(begun + 1)
+            await shows(State.RUNNING)
+            await worker.release()
+            await stack.rest(call)
+            await shows(State.LENGTH_CAPPED)
+        writing.cancel()
+        await asyncio.wait([writing])
