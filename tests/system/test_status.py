@@ -6,6 +6,7 @@ from headrace.status.embedded import EmbeddedStore
 from headrace.status.states import State, Writer
 from headrace.status.store import StatusStore
 from headrace.v1 import inference_pb2
+from tests.headrace.waiting import eventually
 from tests.router.fake_scheduler import MODEL
 from tests.router.stack import running_stack
 from tests.scheduler.fake_gpuworker import FakeGpuWorker
@@ -25,9 +26,11 @@ async def test_an_id_that_is_used_again_shows_the_request_that_uses_it():
 
         async def shows(state: State) -> None:
             request = inference_pb2.GetStatusRequest(request_id="r")
-            async with asyncio.timeout(60):
-                while (await stack.stub.GetStatus(request)).state != state:  # noqa: ASYNC110
-                    await asyncio.sleep(0.01)
+
+            async def is_shown() -> bool:
+                return (await stack.stub.GetStatus(request)).state == state
+
+            await eventually(is_shown)
 
         await scheduler.ready()
         for _ in range(3):
