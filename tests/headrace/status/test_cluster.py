@@ -60,3 +60,4 @@ async def test_requests_of_many_slots_are_written_together(cluster_url):
             assert record is not None
             assert record.state is State.DISPATCHED
         running.cancel()
+        await asyncio.wait([running])
