@@ -29,6 +29,8 @@ Int32Array = NDArray[np.int32]
 # We have threads of our own; in the library's, short prompts would wait for long ones to finish.
 os.environ["TOKENIZERS_PARALLELISM"] = "false"
 
+# Tables are made by token id; real vocabularies have up to 300,000 tokens.
+_MAX_VOCAB_SIZE = 1 << 24
 _SPECIAL_TOKEN_NAMES = (
     "bos_token", "eos_token", "unk_token", "sep_token", "pad_token", "cls_token", "mask_token",
 )  # fmt: skip
@@ -48,6 +50,11 @@ class TextTokenizer:
         self._tokenizer = tokenizer
         id_by_token = tokenizer.get_vocab(with_added_tokens=True)
         self.vocab_size = max(id_by_token.values(), default=-1) + 1
+        if self.vocab_size > _MAX_VOCAB_SIZE:
+            raise UnsupportedTokenizerError(
+                f"the largest token id is {self.vocab_size - 1}; at most {_MAX_VOCAB_SIZE} tokens "
+                "are supported"
+            )
         tokens: list[str | None] = [None] * self.vocab_size
         for token, token_id in id_by_token.items():
             tokens[token_id] = token
@@ -125,8 +132,20 @@ def load_model_text(path: Path) -> ModelText:
 
     Raises UnsupportedTokenizerError, or ChatTemplateError when the template is broken.
     """
-    if path.is_dir():
-        return _load_folder(path)
+    try:
+        return _load_folder(path) if path.is_dir() else _load_gguf(path)
+    except (UnsupportedTokenizerError, ChatTemplateError, OSError):
+        raise
+    except (KeyboardInterrupt, SystemExit):
+        raise
+    # The library panics on some files: its panics derive from BaseException.
+    except BaseException as error:
+        raise UnsupportedTokenizerError(
+            f"{path} is not as a tokenizer should be: {type(error).__name__}: {error}"
+        ) from error
+
+
+def _load_gguf(path: Path) -> ModelText:
     try:
         metadata = read_gguf_header(path, with_strings=True).metadata
     except GgufError as error:

@@ -155,6 +155,6 @@ async def test_a_failed_device_ends_the_process(tmp_path: Path) -> None:
         await stream.write(gpuworker_pb2.StepPlan(step_id=1))
         with pytest.raises(grpc.aio.AioRpcError):
             await stream.read()
-        _, stderr = await asyncio.wait_for(process.communicate(), 30)
+        _, stderr = await asyncio.wait_for(process.communicate(), 60)
     assert process.returncode == 3
     assert b"the device has failed" in stderr
