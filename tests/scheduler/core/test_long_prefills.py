@@ -46,6 +46,30 @@ def test_a_short_prompt_behind_long_ones_gets_its_first_token_at_once(
     assert steps_to_first_token(driver, 100) == 1
 
 
+@pytest.mark.parametrize("pipeline_depth", [1, 2])
+@pytest.mark.parametrize("num_long", [2, 5])
+def test_a_decoding_request_behind_long_prefills_gets_a_token_in_every_step(
+    make_core: MakeCore, num_long: int, pipeline_depth: int
+) -> None:
+    driver = Driver(make_core(**LIMITS, pipeline_depth=pipeline_depth))
+    driver.add(*(new_request(key, LONG) for key in range(num_long)))
+    driver.steps(2)
+    driver.add(*(new_request(100 + key, 10, max_tokens=20) for key in range(3)))
+    for _ in range(20):
+        driver.step()
+        assert {100, 101, 102} <= set(driver.outputs[-1].keys)
+    # The room that they leave is used.
+    assert driver.plans[-2].num_scheduled_tokens.sum() == BUDGET
+
+
+def test_long_prefills_progress_although_decodes_fill_every_step(make_core: MakeCore) -> None:
+    limits = LIMITS | {"max_num_batched_tokens": 8, "long_prefill_token_threshold": 4}
+    driver = Driver(make_core(**limits))
+    driver.add(new_request(0, 40, max_tokens=1))
+    driver.add(*(new_request(key, 1, max_tokens=1000) for key in range(1, 13)))
+    assert steps_to_first_token(driver, 0) <= 2 * 40
+
+
 def test_without_the_share_two_long_prompts_take_every_step(make_core: MakeCore) -> None:
     """As vLLM 0.27.1 does; recordings need it."""
     driver = Driver(make_core(**LIMITS | {"long_prefill_share": 1.0}))
