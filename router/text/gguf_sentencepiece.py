@@ -5,35 +5,34 @@ BPE whose merges are ranked by the score of what they make, so the merges are re
 What is not in the vocabulary falls back to its bytes.
 """
 
-from collections.abc import Mapping, Sequence
-from typing import Any
+from collections.abc import Sequence
 
 from tokenizers import Tokenizer, decoders, models, normalizers
 
+from router.text.errors import UnsupportedTokenizerError
+from router.text.gguf_vocabulary import NORMAL, GgufVocabulary
+
 SPACE_MARK = "\u2581"
 
-# Kinds in tokenizer.ggml.token_type that text is made of, piece by piece.
-_NORMAL = 1
 
-
-def build_sentencepiece(
-    metadata: Mapping[str, Any], tokens: Sequence[str], kinds: Sequence[int]
-) -> Tokenizer:
+def build_sentencepiece(vocabulary: GgufVocabulary) -> Tokenizer:
     """The pipeline, without added tokens."""
+    tokens = vocabulary.tokens
+    if vocabulary.scores is None:
+        raise UnsupportedTokenizerError("there is no tokenizer.ggml.scores")
     id_by_piece = {piece.replace(" ", SPACE_MARK): i for i, piece in enumerate(tokens)}
-    unknown_id = metadata.get("tokenizer.ggml.unknown_token_id")
     tokenizer = Tokenizer(
         models.BPE(
             vocab=id_by_piece,
-            merges=_merges(tokens, kinds, metadata["tokenizer.ggml.scores"]),
-            unk_token=None if unknown_id is None else tokens[unknown_id],
+            merges=_merges(tokens, vocabulary.kinds, vocabulary.scores),
+            unk_token=vocabulary.token(vocabulary.unknown_token_id),
             fuse_unk=True,
             byte_fallback=True,
         )
     )
     mark_spaces = normalizers.Replace(" ", SPACE_MARK)
     unmark = [decoders.Replace(SPACE_MARK, " "), decoders.ByteFallback(), decoders.Fuse()]
-    if metadata.get("tokenizer.ggml.add_space_prefix", True):
+    if vocabulary.add_space_prefix:
         tokenizer.normalizer = normalizers.Sequence([normalizers.Prepend(SPACE_MARK), mark_spaces])
         unmark.append(decoders.Strip(content=" ", left=1, right=0))
     else:
@@ -46,7 +45,7 @@ def _merges(
     tokens: Sequence[str], kinds: Sequence[int], scores: Sequence[float]
 ) -> list[tuple[str, str]]:
     """Every pair of pieces that makes a piece, the best piece first."""
-    id_by_piece = {piece: i for i, piece in enumerate(tokens) if kinds[i] == _NORMAL}
+    id_by_piece = {piece: i for i, piece in enumerate(tokens) if kinds[i] == NORMAL}
     found: list[tuple[float, int, int, str, str]] = []
     for piece, token_id in id_by_piece.items():
         for at in range(1, len(piece)):

@@ -1,5 +1,6 @@
 """A model's text side: its tokenizer and its chat template, from a folder or a GGUF file."""
 
+import contextlib
 import functools
 import json
 import os
@@ -17,11 +18,8 @@ from router.text.chat import ChatTemplate
 from router.text.control_tokens import ChatText, ControlTokens
 from router.text.detokenizer import Detokenizer, compile_decoder
 from router.text.errors import ChatTemplateError, UnsupportedTokenizerError
-from router.text.gguf_tokenizer import (
-    KNOWN_PATTERNS,
-    build_gguf_tokenizer,
-    gguf_special_tokens,
-)
+from router.text.gguf_tokenizer import KNOWN_PATTERNS, build_gguf_tokenizer
+from router.text.gguf_vocabulary import read_vocabulary
 from router.text.token_bound import compile_bound
 
 Int32Array = NDArray[np.int32]
@@ -29,8 +27,10 @@ Int32Array = NDArray[np.int32]
 # We have threads of our own; in the library's, short prompts would wait for long ones to finish.
 os.environ["TOKENIZERS_PARALLELISM"] = "false"
 
-# Tables are made by token id; real vocabularies have up to 300,000 tokens.
-_MAX_VOCAB_SIZE = 1 << 24
+_MAX_FILE_BYTES = 1 << 28
+# Ids that no token has cost memory, too; real vocabularies have a few thousand.
+_MAX_UNUSED_IDS = 1 << 20
+
 _SPECIAL_TOKEN_NAMES = (
     "bos_token", "eos_token", "unk_token", "sep_token", "pad_token", "cls_token", "mask_token",
 )  # fmt: skip
@@ -50,10 +50,11 @@ class TextTokenizer:
         self._tokenizer = tokenizer
         id_by_token = tokenizer.get_vocab(with_added_tokens=True)
         self.vocab_size = max(id_by_token.values(), default=-1) + 1
-        if self.vocab_size > _MAX_VOCAB_SIZE:
+        if self.vocab_size > _MAX_UNUSED_IDS + len(id_by_token):
+            token = max(id_by_token, key=id_by_token.__getitem__)
             raise UnsupportedTokenizerError(
-                f"the largest token id is {self.vocab_size - 1}; at most {_MAX_VOCAB_SIZE} tokens "
-                "are supported"
+                f"token {token[:50]!r} has the id {id_by_token[token]}, and there are only "
+                f"{len(id_by_token)} tokens"
             )
         tokens: list[str | None] = [None] * self.vocab_size
         for token, token_id in id_by_token.items():
@@ -130,32 +131,38 @@ class ModelText:
 def load_model_text(path: Path) -> ModelText:
     """The text side of a Hugging Face folder or a GGUF file.
 
-    Raises UnsupportedTokenizerError, or ChatTemplateError when the template is broken.
+    Raises UnsupportedTokenizerError, which names the file and what is wrong in it.
     """
-    try:
+    with faults_named(path):
         return _load_folder(path) if path.is_dir() else _load_gguf(path)
-    except (UnsupportedTokenizerError, ChatTemplateError, OSError):
+
+
+@contextlib.contextmanager
+def faults_named(path: Path) -> Iterator[None]:
+    """Turns a fault of a model's files into an UnsupportedTokenizerError that names the path."""
+    try:
+        yield
+    except UnsupportedTokenizerError as error:
+        raise UnsupportedTokenizerError(f"{path}: {error}") from error
+    except (OSError, KeyboardInterrupt, SystemExit):
         raise
-    except (KeyboardInterrupt, SystemExit):
-        raise
-    # The library panics on some files: its panics derive from BaseException.
-    except BaseException as error:
+    except BaseException as error:  # the library panics on some files, which is no Exception
         raise UnsupportedTokenizerError(
-            f"{path} is not as a tokenizer should be: {type(error).__name__}: {error}"
+            f"{path}: its tokenizer cannot be read: {type(error).__name__}: {error}"
         ) from error
 
 
-def _load_gguf(path: Path) -> ModelText:
+def _load_gguf(file: Path) -> ModelText:
     try:
-        metadata = read_gguf_header(path, with_strings=True).metadata
+        metadata = read_gguf_header(file, with_strings=True).metadata
     except GgufError as error:
         raise UnsupportedTokenizerError(
             f"{error}; give a folder with tokenizer.json, or a GGUF file"
         ) from error
-    tokenizer = TextTokenizer(build_gguf_tokenizer(metadata))
-    source = metadata.get("tokenizer.chat_template")
-    template = ChatTemplate(source, gguf_special_tokens(metadata)) if source else None
-    return ModelText(tokenizer, template)
+    vocabulary = read_vocabulary(metadata)
+    source = vocabulary.chat_template
+    template = ChatTemplate(source, vocabulary.special_tokens()) if source else None
+    return ModelText(TextTokenizer(build_gguf_tokenizer(vocabulary)), template)
 
 
 def _patterns(step: Any) -> Iterator[str]:
@@ -177,12 +184,13 @@ def _load_folder(folder: Path) -> ModelText:
     file = folder / "tokenizer.json"
     if not file.is_file():
         raise UnsupportedTokenizerError(
-            f"{folder} has no tokenizer.json; convert the tokenizer to the `tokenizers` format"
+            "there is no tokenizer.json; convert the tokenizer to the `tokenizers` format"
         )
+    _check_size(file)
     try:
         tokenizer = Tokenizer.from_file(str(file))
     except Exception as error:  # the library raises no narrower class
-        raise UnsupportedTokenizerError(f"{file} cannot be read: {error}") from error
+        raise UnsupportedTokenizerError(f"tokenizer.json cannot be read: {error}") from error
     config = _read_json(folder / "tokenizer_config.json")
     special = _special_tokens(_read_json(folder / "special_tokens_map.json") | config)
     source = _template_source(folder, config.get("chat_template"))
@@ -190,13 +198,21 @@ def _load_folder(folder: Path) -> ModelText:
     return ModelText(TextTokenizer(tokenizer), template)
 
 
+def _check_size(file: Path) -> None:
+    if (num_bytes := file.stat().st_size) > _MAX_FILE_BYTES:
+        raise UnsupportedTokenizerError(
+            f"{file.name} has {num_bytes} bytes; at most {_MAX_FILE_BYTES} are read"
+        )
+
+
 def _read_json(file: Path) -> dict[str, Any]:
     if not file.is_file():
         return {}
+    _check_size(file)
     try:
         content = json.loads(file.read_text(encoding="utf-8"))
-    except ValueError as error:
-        raise UnsupportedTokenizerError(f"{file} is not JSON: {error}") from error
+    except (ValueError, RecursionError) as error:
+        raise UnsupportedTokenizerError(f"{file.name} is not JSON: {error}") from error
     return content if isinstance(content, dict) else {}
 
 
@@ -216,8 +232,9 @@ def _template_source(folder: Path, in_config: Any) -> str | None:
     """chat_template.jinja wins; in the configuration it is a string, or several with names."""
     file = folder / "chat_template.jinja"
     if file.is_file():
+        _check_size(file)
         return file.read_text(encoding="utf-8")
-    if isinstance(in_config, list):
-        by_name = {entry["name"]: entry["template"] for entry in in_config}
-        return by_name.get("default")
+    for entry in in_config if isinstance(in_config, list) else ():
+        if isinstance(entry, dict) and entry.get("name") == "default":
+            in_config = entry.get("template")
     return in_config if isinstance(in_config, str) else None

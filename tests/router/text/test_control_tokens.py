@@ -10,6 +10,7 @@ from router.text.chat import ChatTemplate
 from router.text.control_tokens import ControlTokens
 from router.text.errors import ChatTemplateError
 from router.text.gguf_tokenizer import build_gguf_tokenizer
+from router.text.gguf_vocabulary import read_vocabulary
 from router.text.tokenizer import ModelText, TextTokenizer, load_model_text
 from tests.router.tiny_models import (
     byte_fallback_tokenizer,
@@ -67,19 +68,20 @@ def with_control_tokens(tokenizer, **flags):
     return tokenizer
 
 
-def sentencepiece():
+def sentencepiece_metadata():
     pieces = ["<unk>", "<s>", "</s>", *(f"<0x{byte:02X}>" for byte in range(256)), "\u2581", "hi"]
     pieces += ["h", "i", "x", "<|im_start|>", "<|im_end|>"]
-    kinds = [2, 3, 3, *[6] * 256, *[1] * 5, 3, 3]
-    return build_gguf_tokenizer(
-        {
-            "tokenizer.ggml.model": "llama",
-            "tokenizer.ggml.tokens": pieces,
-            "tokenizer.ggml.token_type": kinds,
-            "tokenizer.ggml.scores": [-float(i) for i in range(len(pieces))],
-            "tokenizer.ggml.unknown_token_id": 0,
-        }
-    )
+    return {
+        "tokenizer.ggml.model": "llama",
+        "tokenizer.ggml.tokens": pieces,
+        "tokenizer.ggml.token_type": [2, 3, 3, *[6] * 256, *[1] * 5, 3, 3],
+        "tokenizer.ggml.scores": [-float(i) for i in range(len(pieces))],
+        "tokenizer.ggml.unknown_token_id": 0,
+    }
+
+
+def sentencepiece():
+    return build_gguf_tokenizer(read_vocabulary(sentencepiece_metadata()))
 
 
 TOKENIZERS = {

@@ -7,6 +7,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from router.text.gguf_tokenizer import build_gguf_tokenizer
+from router.text.gguf_vocabulary import read_vocabulary
 from router.text.tokenizer import TextTokenizer
 
 MARK = "\u2581"
@@ -51,7 +52,7 @@ def by_definition(text):
 
 @given(text=st.text(alphabet="abcd é", max_size=25))
 def test_pieces_are_joined_as_sentencepiece_joins_them(text):
-    tokenizer = build_gguf_tokenizer(metadata(add_space_prefix=False))
+    tokenizer = build_gguf_tokenizer(read_vocabulary(metadata(add_space_prefix=False)))
     assert tokenizer.encode(text).tokens == by_definition(text.replace(" ", MARK))
 
 
@@ -59,30 +60,35 @@ def test_pieces_are_joined_as_sentencepiece_joins_them(text):
 @pytest.mark.parametrize("has_prefix", [True, False])
 def test_any_text_comes_back(text, has_prefix):
     text = text.replace(MARK, " ")
-    tokenizer = TextTokenizer(build_gguf_tokenizer(metadata(add_space_prefix=has_prefix)))
+    tokenizer = TextTokenizer(
+        build_gguf_tokenizer(read_vocabulary(metadata(add_space_prefix=has_prefix)))
+    )
     token_ids = tokenizer.encode(text, add_special_tokens=False).tolist()
     assert tokenizer.decode(token_ids, keep_special_tokens=True) == text
 
 
 def test_a_space_is_put_before_the_text_where_the_model_wants_one():
-    assert build_gguf_tokenizer(metadata()).encode("ab").tokens == [MARK + "ab"]
-    assert build_gguf_tokenizer(metadata(add_space_prefix=False)).encode("ab").tokens == ["ab"]
+    for has_prefix, tokens in ((True, [MARK + "ab"]), (False, ["ab"])):
+        tokenizer = build_gguf_tokenizer(read_vocabulary(metadata(add_space_prefix=has_prefix)))
+        assert tokenizer.encode("ab").tokens == tokens
 
 
 def test_what_is_not_in_the_vocabulary_falls_back_to_its_bytes():
-    tokens = build_gguf_tokenizer(metadata(add_space_prefix=False)).encode("a€").tokens
+    tokens = (
+        build_gguf_tokenizer(read_vocabulary(metadata(add_space_prefix=False))).encode("a€").tokens
+    )
     assert tokens == ["a", "<0xE2>", "<0x82>", "<0xAC>"]
 
 
 def test_user_defined_tokens_are_found_before_anything_is_joined():
     tokenizer = build_gguf_tokenizer(
-        metadata(user_defined=["   ", "\n\n", "bc"], add_space_prefix=False)
+        read_vocabulary(metadata(user_defined=["   ", "\n\n", "bc"], add_space_prefix=False))
     )
     assert tokenizer.encode("abcd   a\n\n").tokens == ["a", "bc", "d", MARK * 3, "a", "\n\n"]
     assert TextTokenizer(tokenizer).decode(tokenizer.encode("a   a").ids) == "a   a"
 
 
 def test_a_sequence_begins_with_the_token_that_the_model_wants():
-    tokenizer = build_gguf_tokenizer(metadata(add_bos_token=True))
+    tokenizer = build_gguf_tokenizer(read_vocabulary(metadata(add_bos_token=True)))
     assert tokenizer.encode("ab").tokens == ["<s>", MARK + "ab"]
     assert tokenizer.encode("ab", add_special_tokens=False).tokens == [MARK + "ab"]

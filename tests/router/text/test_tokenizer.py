@@ -2,6 +2,7 @@
 
 import json
 import struct
+from pathlib import Path
 
 import pytest
 from hypothesis import given, settings
@@ -10,7 +11,8 @@ from hypothesis import strategies as st
 from headrace.service.gguf_header import GgufError, read_gguf_header
 from router.text.errors import ChatTemplateError, UnsupportedTokenizerError
 from router.text.gguf_tokenizer import build_gguf_tokenizer
-from router.text.tokenizer import load_model_text
+from router.text.gguf_vocabulary import read_vocabulary
+from router.text.tokenizer import faults_named, load_model_text
 from tests.router.tiny_models import byte_level_tokenizer
 
 MESSAGES = [
@@ -89,7 +91,7 @@ def test_a_folder_without_a_readable_tokenizer_is_refused(tmp_path, content, mes
 )
 def test_gguf_kinds_that_are_not_known_are_refused_by_name(metadata, message):
     with pytest.raises(UnsupportedTokenizerError, match=message):
-        build_gguf_tokenizer(metadata)
+        build_gguf_tokenizer(read_vocabulary(metadata))
 
 
 def tiny_gguf(**changes):
@@ -106,12 +108,14 @@ def tiny_gguf(**changes):
 
 
 def test_smollm_splits_each_digit_from_what_is_around_it():
-    tokenizer = build_gguf_tokenizer(tiny_gguf())
+    tokenizer = build_gguf_tokenizer(read_vocabulary(tiny_gguf()))
     assert tokenizer.encode("x  11").tokens == ["x", "ĠĠ", "1", "1"]
 
 
 def test_gguf_tokens_keep_their_kinds():
-    tokenizer = build_gguf_tokenizer(tiny_gguf(**{"tokenizer.ggml.add_bos_token": True}))
+    tokenizer = build_gguf_tokenizer(
+        read_vocabulary(tiny_gguf(**{"tokenizer.ggml.add_bos_token": True}))
+    )
     token_ids = tokenizer.encode("a<mine>").ids
     assert tokenizer.decode(token_ids, skip_special_tokens=True) == "a<mine>"
     assert tokenizer.decode(token_ids, skip_special_tokens=False) == "<s>a<mine>"
@@ -121,7 +125,7 @@ def test_gguf_tokens_keep_their_kinds():
 @pytest.mark.parametrize("pre", ["gpt-2", "smollm", "llama-bpe", "qwen2"])
 @given(text=st.text(max_size=60))
 def test_every_pre_tokenizer_loses_no_text(pre, text):
-    tokenizer = build_gguf_tokenizer(tiny_gguf(**{"tokenizer.ggml.pre": pre}))
+    tokenizer = build_gguf_tokenizer(read_vocabulary(tiny_gguf(**{"tokenizer.ggml.pre": pre})))
     whole = tokenizer.normalizer.normalize_str(text) if tokenizer.normalizer else text
     assert tokenizer.decode(tokenizer.encode(text).ids, skip_special_tokens=False) == whole
 
@@ -211,3 +215,65 @@ def test_streamed_text_of_the_real_model_equals_decoding_at_once(real_model, tok
     whole = real_model.tokenizer._tokenizer.decode(token_ids)
     assert whole.startswith(ours)
     assert set(whole[len(ours) :]) <= {"\ufffd"}
+
+
+@pytest.mark.parametrize(
+    ("key", "value", "message"),
+    [
+        ("tokens", ["x" * 1_001], r"length <= 1000.*ggml.tokens"),
+        ("tokens", ["x" * 1_000] * 17_000, "ggml.tokens has 17000000 characters"),
+        ("tokens", 7, r"Expected `array`, got `int`.*ggml.tokens"),
+        ("token_type", [1], "ggml.token_type has 1 values for 260 tokens"),
+        ("token_type", ["a"], "ggml.token_type"),
+        ("scores", [float("nan")] * 260, "ggml.scores has a value that is no finite number"),
+        ("merges", ["ab"], "ggml.merges"),
+        ("merges", ["x yz"], "cannot be read.*yz"),
+        ("bos_token_id", 2**32 - 1, "ggml.bos_token_id is 4294967295; there are 260 tokens"),
+        ("unknown_token_id", -1, "ggml.unknown_token_id"),
+        ("add_bos_token", "yes", "ggml.add_bos_token"),
+        ("pre", 3, "ggml.pre"),
+    ],
+)
+def test_a_damaged_gguf_vocabulary_is_refused_by_key_and_value(key, value, message):
+    with (
+        pytest.raises(UnsupportedTokenizerError, match=f"m.gguf: .*{message}"),
+        faults_named(Path("m.gguf")),
+    ):
+        build_gguf_tokenizer(read_vocabulary(tiny_gguf(**{f"tokenizer.ggml.{key}": value})))
+
+
+def test_an_id_far_beyond_the_vocabulary_is_refused_before_it_costs_memory(tmp_path):
+    settings = json.loads(byte_level_tokenizer().to_str())
+    settings["model"]["vocab"]["far"] = 2**32 - 1
+    (tmp_path / "tokenizer.json").write_text(json.dumps(settings))
+    with pytest.raises(UnsupportedTokenizerError, match="'far' has the id 4294967295"):
+        load_model_text(tmp_path)
+
+
+@pytest.mark.parametrize(
+    ("name", "content", "message"),
+    [
+        ("tokenizer_config.json", "[" * 100_000, "tokenizer_config.json is not JSON"),
+        ("special_tokens_map.json", "{", "special_tokens_map.json is not JSON"),
+        ("tokenizer.json", '{"a":' * 100_000, "tokenizer.json cannot be read"),
+        ("chat_template.jinja", b"\xff", "cannot be read: UnicodeDecodeError"),
+    ],
+)
+def test_damaged_files_of_a_folder_are_named(tmp_path, name, content, message):
+    folder = write_folder(tmp_path)
+    (folder / name).write_bytes(content if isinstance(content, bytes) else content.encode())
+    with pytest.raises(UnsupportedTokenizerError, match=message) as caught:
+        load_model_text(folder)
+    assert str(folder) in str(caught.value)
+
+
+@pytest.mark.parametrize("value", [3, [3], [{"name": "default"}], {"a": "b"}, [{"template": "x"}]])
+def test_a_template_that_is_no_text_is_none(tmp_path, value):
+    assert load_model_text(write_folder(tmp_path, chat_template=value)).chat_template is None
+
+
+def test_a_file_too_large_is_refused_unread(tmp_path):
+    with (write_folder(tmp_path) / "tokenizer.json").open("ab") as file:
+        file.truncate(2**28 + 1)
+    with pytest.raises(UnsupportedTokenizerError, match="has 268435457 bytes"):
+        load_model_text(tmp_path)
