@@ -31,7 +31,7 @@ from benchmarks.workloads import (
     synthetic,
 )
 from headrace.client import ChannelConfig, HeadraceClient, Sampling, ServiceError
-from headrace.types import FinishReason
+from headrace.vocabulary import FinishReason
 
 # An open loop beyond this many requests at once is a server that has stopped answering.
 _MAX_IN_FLIGHT = 4096

@@ -21,6 +21,7 @@ from headrace.service.model_files import ModelFilesError, resolve
 from headrace.service.process import ProcessConfig, keep_for_good, run, write_address
 from headrace.service.progress import say
 from headrace.service.serving import GrpcServer, ServingConfig, stop_asked
+from headrace.vocabulary import WorkerRole
 
 logger = logging.getLogger("gpuworker")
 
@@ -77,7 +78,7 @@ async def serve(
     identity = Identity(
         gpuworker.worker_id or platform.node(),
         gpuworker.model_name or Path(gpuworker.model).stem,
-        gpuworker.role,
+        WorkerRole(gpuworker.role),
     )
     model_thread = ThreadPoolExecutor(1, thread_name_prefix="model")
     service = GpuWorkerService(identity, model_thread)

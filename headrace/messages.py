@@ -5,6 +5,7 @@ from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import fields
 
 from headrace.service.errors import invalid
+from headrace.service.protocol import FINISH_REASON
 from headrace.types import (
     AbortOutcome,
     AbortResult,
@@ -12,7 +13,6 @@ from headrace.types import (
     Delta,
     ExplainEvent,
     Explanation,
-    FinishReason,
     ModelInfo,
     PoolInfo,
     RequestRecord,
@@ -25,14 +25,6 @@ from headrace.v1 import common_pb2, inference_pb2
 
 Prompt = str | Sequence[int] | Sequence[ChatMessage]
 
-_FINISH_REASONS = {
-    common_pb2.FINISH_REASON_STOP: FinishReason.STOP,
-    common_pb2.FINISH_REASON_LENGTH: FinishReason.LENGTH,
-    common_pb2.FINISH_REASON_ABORTED: FinishReason.ABORTED,
-    common_pb2.FINISH_REASON_ERROR: FinishReason.ERROR,
-    common_pb2.FINISH_REASON_DEADLINE: FinishReason.DEADLINE,
-    common_pb2.FINISH_REASON_REPETITION: FinishReason.REPETITION,
-}
 _ABORT_RESULTS = {
     inference_pb2.AbortOutcome.RESULT_ABORTED: AbortResult.ABORTED,
     inference_pb2.AbortOutcome.RESULT_ALREADY_FINISHED: AbortResult.ALREADY_FINISHED,
@@ -90,7 +82,7 @@ def to_deltas(response: inference_pb2.GenerateResponse) -> Iterator[Delta]:
             first_token_position=output.first_token_position,
             logprobs=_logprobs(output.logprobs),
             text_offsets=tuple(output.text_offsets),
-            finish_reason=_FINISH_REASONS.get(output.finish_reason),
+            finish_reason=FINISH_REASON.word(output.finish_reason, None),
             matched_stop=getattr(output, matched) if matched else None,
             usage=usage if i == last else None,
             prompt_logprobs=prompt_logprobs if i == 0 else (),

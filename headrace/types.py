@@ -7,16 +7,7 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from enum import StrEnum
 
-
-class FinishReason(StrEnum):
-    """Why a completion ended."""
-
-    STOP = "stop"
-    LENGTH = "length"
-    ABORTED = "aborted"
-    ERROR = "error"
-    DEADLINE = "deadline"
-    REPETITION = "repetition"
+from headrace.vocabulary import FinishReason
 
 
 class AbortResult(StrEnum):

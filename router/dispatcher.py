@@ -9,8 +9,10 @@ leaves a consistent state.
 import functools
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
+from typing import assert_never
 
 from headrace.service.errors import ServiceError
+from headrace.vocabulary import CancelReason, FinishReason
 from router import outcomes
 from router.arrivals import Arrivals
 from router.core.credit import WorkerReport
@@ -22,11 +24,9 @@ from router.core.service_rate import ServiceRate
 from router.core.suspects import Suspects
 from router.core.turns import turns
 from router.request import (
-    CancelReason,
     ClientCompletion,
     ClientRequest,
     CompletionFinish,
-    FinishReason,
     Refusal,
     SchedulerLink,
     StepOutputs,
@@ -35,11 +35,6 @@ from router.status_log import StatusLog
 
 # However a completion came back: refused, or lost with its scheduler.
 _MAX_DISPATCHES = 16
-
-_CANCEL_REASON = {
-    FinishReason.STOP: CancelReason.STOP_STRING,
-    FinishReason.DEADLINE: CancelReason.DEADLINE,
-}
 
 
 @dataclass(frozen=True, slots=True)
@@ -140,8 +135,7 @@ class Dispatcher:
             self._status.ended_waiting(completion, finish)
         else:
             assert completion.link is not None, "what is in flight has a link"
-            reason = _CANCEL_REASON.get(finish.reason, CancelReason.ABORTED)
-            completion.link.cancel(completion, reason)
+            completion.link.cancel(completion, _cancel_reason(finish.reason))
             self._remove_in_flight(completion)
         self._forget(completion)
 
@@ -384,3 +378,21 @@ def _stopped_by(stop: str) -> CompletionFinish:
 
 def _too_slow(completion: ClientCompletion, why: str) -> Failed:
     return Failed(completion, outcomes.too_slow(completion.request.spec, why))
+
+
+def _cancel_reason(reason: FinishReason) -> CancelReason:
+    """How a completion that ends here for this reason ends in its scheduler."""
+    match reason:
+        case FinishReason.STOP:
+            return CancelReason.STOP_STRING
+        case FinishReason.DEADLINE:
+            return CancelReason.DEADLINE
+        case (
+            FinishReason.ABORTED
+            | FinishReason.ERROR
+            | FinishReason.LENGTH
+            | FinishReason.REPETITION
+        ):
+            return CancelReason.ABORTED
+        case never:
+            assert_never(never)

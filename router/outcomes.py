@@ -1,5 +1,7 @@
 """The one map from refusals and failures to the errors that callers get."""
 
+from typing import assert_never
+
 from headrace.service.errors import (
     ServiceError,
     already_exists,
@@ -9,6 +11,7 @@ from headrace.service.errors import (
     invalid,
     unavailable,
 )
+from headrace.vocabulary import RefusalReason
 from router.core.admission import Reason, Reject
 from router.request import ClientCompletion, Refusal, Spec
 
@@ -28,26 +31,52 @@ def rejected(reject: Reject, prompt_field: str = "text") -> ServiceError:
             return unavailable(reject.reason.value, reject.message, reject.retry_after_s)
         case Reason.DEADLINE_PASSED | Reason.DEADLINE_OUT_OF_REACH:
             return deadline_exceeded(reject.reason.value, f"deadline: {reject.message}")
-    return exhausted(reject.reason.value, reject.message, reject.retry_after_s)
+        case (
+            Reason.QUEUE_FULL
+            | Reason.TENANT_QUEUE_FULL
+            | Reason.TOO_MANY_LIVE
+            | Reason.TENANT_TOO_MANY_LIVE
+            | Reason.TENANT_RATE
+        ):
+            return exhausted(reject.reason.value, reject.message, reject.retry_after_s)
+        case never:
+            assert_never(never)
 
 
 def refused(refusal: Refusal, spec: Spec) -> ServiceError:
     """A request that a scheduler refused for good."""
     match refusal.reason:
-        case "TOO_LONG":
+        case RefusalReason.TOO_LONG:
             return invalid(spec.prompt_field, refusal.message)
-        case "INVALID":
-            return invalid("sampling", refusal.message)
-        case "DUPLICATE":
+        case RefusalReason.INVALID:
+            return _invalid_submission(refusal, spec)
+        case RefusalReason.DUPLICATE:
             return already_exists("DUPLICATE_REQUEST_ID", refusal.message)
-        case "NO_WORKER" | "WORKER_LOST" | "DRAINING":
-            return unavailable(refusal.reason, refusal.message, 1.0)
-    return internal(refusal.reason or "REFUSED", refusal.message)
+        case RefusalReason.NO_WORKER | RefusalReason.WORKER_LOST | RefusalReason.DRAINING:
+            return unavailable(refusal.reason.value, refusal.message, 1.0)
+        case None:
+            return internal("REFUSED", refusal.message)
+        case never:
+            assert_never(never)
+
+
+def _invalid_submission(refusal: Refusal, spec: Spec) -> ServiceError:
+    """A field that the router let pass and the scheduler does not; most are the client's own."""
+    message = refusal.message.removeprefix(f"{refusal.field}: ")
+    if refusal.field.startswith("sampling"):
+        return invalid(refusal.field, message)
+    if refusal.field == "prompt_token_ids":
+        return invalid(spec.prompt_field, message)
+    return internal("REFUSED", f"the scheduler refused the request: {refusal.message}")
 
 
 def is_worth_retrying(refusal: Refusal) -> bool:
     """Whether another worker, or the same worker later, may take the request."""
-    return refusal.reason in {"NO_WORKER", "WORKER_LOST", "DRAINING"}
+    return refusal.reason in {
+        RefusalReason.NO_WORKER,
+        RefusalReason.WORKER_LOST,
+        RefusalReason.DRAINING,
+    }
 
 
 def failed(message: str) -> ServiceError:

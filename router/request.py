@@ -11,13 +11,13 @@ import struct
 from array import array
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field, replace
-from enum import IntEnum
 from typing import Protocol
 
 import numpy as np
 from numpy.typing import NDArray
 
 from headrace.service.errors import ServiceError
+from headrace.vocabulary import CancelReason, FinishReason, RefusalReason
 from router.core.fairness import Account
 from router.core.placement import Sent
 from router.core.prefix_index import Prefix
@@ -25,25 +25,6 @@ from router.text.completion import CompletionText
 from router.waker import Waker
 
 Int32Array = NDArray[np.int32]
-
-
-class FinishReason(IntEnum):
-    """Why a completion ended; the numbers are the protocol's."""
-
-    STOP = 1
-    LENGTH = 2
-    ABORTED = 3
-    ERROR = 4
-    DEADLINE = 5
-    REPETITION = 6
-
-
-class CancelReason(IntEnum):
-    """Why the router ends a completion in its scheduler; the numbers are the protocol's."""
-
-    ABORTED = 1
-    STOP_STRING = 2
-    DEADLINE = 3
 
 
 @dataclass(frozen=True, slots=True)
@@ -300,11 +281,15 @@ class StepOutputs:
 
 @dataclass(frozen=True, slots=True)
 class Refusal:
-    """A scheduler refused a completion; reason is the protocol's."""
+    """A scheduler refused a completion; reason None is one that only a newer scheduler knows.
+
+    field is what is wrong of the submission where reason is INVALID.
+    """
 
     handle: int
-    reason: str
+    reason: RefusalReason | None
     message: str
+    field: str = ""
 
 
 class SchedulerLink(Protocol):

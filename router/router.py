@@ -14,6 +14,7 @@ from typing import assert_never
 
 from headrace.lazy_heap import LazyHeap
 from headrace.service.errors import ServiceError, aborted
+from headrace.vocabulary import FinishReason
 from router import outcomes
 from router.core.credit import WorkerReport
 from router.core.global_queue import GlobalQueue
@@ -25,7 +26,6 @@ from router.request import (
     ClientCompletion,
     ClientRequest,
     CompletionFinish,
-    FinishReason,
     Int32Array,
     Refusal,
     SchedulerLink,

@@ -5,16 +5,13 @@ own connections; the epoch and the store's transition table put the records in o
 """
 
 from collections.abc import Callable
+from typing import assert_never
 
 from headrace.status.records import Update
 from headrace.status.states import State
 from headrace.status.store import StatusStore
-from router.request import ClientCompletion, CompletionFinish, FinishReason, Spec
-
-_STATE_BY_REASON = {
-    FinishReason.DEADLINE: State.EXPIRED,
-    FinishReason.ERROR: State.ERROR,
-}
+from headrace.vocabulary import FinishReason
+from router.request import ClientCompletion, CompletionFinish, Spec
 
 
 class StatusLog:
@@ -51,7 +48,7 @@ class StatusLog:
 
     def ended_waiting(self, completion: ClientCompletion, finish: CompletionFinish) -> None:
         """The completion ended while it waited in the router."""
-        state = _STATE_BY_REASON.get(finish.reason, State.ABORTED)
+        state = _state_of(finish.reason)
         self._record(completion, state, detail=finish.message or f"{finish.reason.name} in queue")
 
     def rejected(self, spec: Spec, num_prompt_tokens: int, detail: str) -> None:
@@ -83,3 +80,19 @@ class StatusLog:
                 **values,  # type: ignore[arg-type]
             )
         )
+
+
+def _state_of(reason: FinishReason) -> State:
+    """The state of a request that ends for this reason before a scheduler has it."""
+    match reason:
+        case FinishReason.DEADLINE:
+            return State.EXPIRED
+        case FinishReason.ERROR:
+            return State.ERROR
+        case FinishReason.ABORTED:
+            return State.ABORTED
+        # A stop string can be found while the completion waits to be sent again.
+        case FinishReason.STOP | FinishReason.LENGTH | FinishReason.REPETITION:
+            return State.ABORTED
+        case never:
+            assert_never(never)

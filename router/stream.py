@@ -9,8 +9,9 @@ is made as tokens arrive (see `text.completion`).
 from collections.abc import AsyncGenerator, Sequence
 from dataclasses import dataclass
 
+from headrace.vocabulary import FinishReason
 from router import outcomes
-from router.request import ClientCompletion, ClientRequest, CompletionFinish, FinishReason
+from router.request import ClientCompletion, ClientRequest, CompletionFinish
 from router.router import Router
 
 # Tokens of one message, over all completions: gRPC clients take 4 MiB unless told otherwise.

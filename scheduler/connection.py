@@ -2,6 +2,7 @@
 
 import logging
 
+from headrace.vocabulary import RefusalReason
 from scheduler.core.plan import RequestStatus
 from scheduler.outbox import NotTaken, Outbox, Parcel
 from scheduler.pool import Pool
@@ -70,14 +71,16 @@ class RouterConnection:
     def _duplicate(self, submission: Submission) -> NotTaken | None:
         """A refusal if its handle or id lives; an older epoch of the id gives way."""
         if self._switchboard.find(self._number, submission.handle) is not None:
-            return NotTaken(submission.handle, "DUPLICATE", f"handle {submission.handle} is in use")
+            return NotTaken(
+                submission.handle, RefusalReason.DUPLICATE, f"handle {submission.handle} is in use"
+            )
         older = self._switchboard.requests.find(submission.request_id)
         if older is None:
             return None
         if submission.epoch <= older.submission.epoch:
             return NotTaken(
                 submission.handle,
-                "DUPLICATE",
+                RefusalReason.DUPLICATE,
                 f"{submission.request_id} runs here under epoch {older.submission.epoch}",
             )
         self._switchboard.requests.release_id(older)

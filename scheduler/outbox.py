@@ -12,6 +12,7 @@ from dataclasses import dataclass, field
 import numpy as np
 from numpy.typing import NDArray
 
+from headrace.vocabulary import RefusalReason
 from scheduler.core.plan import EMPTY_INT32, Int32Array, RequestStatus
 from scheduler.requests import UInt32Array
 
@@ -68,11 +69,12 @@ class News:
 
 @dataclass(frozen=True, slots=True)
 class NotTaken:
-    """A submission that was refused; reason is one of the wire's stable words."""
+    """A submission that was refused; field is the one that is INVALID, of the submission."""
 
     handle: int
-    reason: str
+    reason: RefusalReason
     message: str
+    field: str = ""
 
 
 @dataclass(frozen=True, slots=True)

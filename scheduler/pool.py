@@ -10,6 +10,7 @@ from collections.abc import Callable, Mapping
 from dataclasses import dataclass, replace
 
 from headrace.service.errors import CALL_ENDS
+from headrace.vocabulary import RefusalReason, WorkerState
 from scheduler.config import PoolSettings
 from scheduler.core.explain import Explanation
 from scheduler.core.plan import Int32Array, RequestStatus
@@ -23,7 +24,6 @@ from scheduler.worker import (
     WorkerDrainedError,
     WorkerInfo,
     WorkerLostError,
-    WorkerState,
     WorkerStream,
     WorkerUnavailableError,
 )
@@ -115,13 +115,17 @@ class Pool:
     def choose(self, submission: Submission) -> Engine | NotTaken:
         """The engine for a new request: the worker asked for, else the least loaded that can."""
         if self._is_draining:
-            return NotTaken(submission.handle, "DRAINING", "this scheduler is shutting down")
+            return NotTaken(
+                submission.handle, RefusalReason.DRAINING, "this scheduler is shutting down"
+            )
         if submission.worker_id:
             return self._choose_named(submission)
         engines = self._engines_of(submission.model)
         if not engines:
             return NotTaken(
-                submission.handle, "NO_WORKER", f"no worker of model {submission.model!r} is ready"
+                submission.handle,
+                RefusalReason.NO_WORKER,
+                f"no worker of model {submission.model!r} is ready",
             )
         refusals = [
             _refusal(engine, submission, submission.generated_token_ids) for engine in engines
@@ -170,14 +174,20 @@ class Pool:
             (w for w in self._workers if w.info is not None and w.info.worker_id == worker_id), None
         )
         if worker is None:
-            return NotTaken(handle, "NO_WORKER", f"no worker {worker_id!r} here")
+            return NotTaken(handle, RefusalReason.NO_WORKER, f"no worker {worker_id!r} here")
         if worker.engine is None:
-            return NotTaken(handle, "WORKER_LOST", f"worker {worker_id!r} is not reachable now")
+            return NotTaken(
+                handle, RefusalReason.WORKER_LOST, f"worker {worker_id!r} is not reachable now"
+            )
         if worker.engine.is_draining:
-            return NotTaken(handle, "WORKER_LOST", f"worker {worker_id!r} is shutting down")
+            return NotTaken(
+                handle, RefusalReason.WORKER_LOST, f"worker {worker_id!r} is shutting down"
+            )
         if submission.model not in {"", worker.engine.info.model}:
             return NotTaken(
-                handle, "NO_WORKER", f"worker {worker_id!r} serves {worker.engine.info.model!r}"
+                handle,
+                RefusalReason.NO_WORKER,
+                f"worker {worker_id!r} serves {worker.engine.info.model!r}",
             )
         generated = submission.generated_token_ids
         return _refusal(worker.engine, submission, generated) or worker.engine
@@ -357,9 +367,14 @@ def _refusal(engine: Engine, submission: Submission, generated: Int32Array) -> N
     }
     for name, token_id in largest_token_ids.items():
         if token_id >= vocab_size:
-            return NotTaken(submission.handle, "INVALID", f"{name}: must be below {vocab_size}")
+            return NotTaken(
+                submission.handle,
+                RefusalReason.INVALID,
+                f"{name}: must be below {vocab_size}",
+                name,
+            )
     if engine.end_reached(submission, generated) is not None:
         return None
     num_tokens = len(submission.prompt_token_ids) + len(generated)
     why = engine.refusal(num_tokens, submission.max_tokens)
-    return NotTaken(submission.handle, "TOO_LONG", why) if why is not None else None
+    return NotTaken(submission.handle, RefusalReason.TOO_LONG, why) if why is not None else None

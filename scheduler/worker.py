@@ -2,27 +2,10 @@
 
 from collections.abc import Sequence
 from dataclasses import dataclass
-from enum import Enum
 from typing import Protocol
 
+from headrace.vocabulary import WorkerRole
 from scheduler.core.plan import StepPlan, StepResult
-
-
-class WorkerRole(Enum):
-    """What a worker is for."""
-
-    MIXED = "MIXED"
-    PREFILL = "PREFILL"
-    DECODE = "DECODE"
-
-
-class WorkerState(Enum):
-    """Whether a worker takes requests."""
-
-    STARTING = "STARTING"
-    READY = "READY"
-    DRAINING = "DRAINING"
-    LOST = "LOST"
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

@@ -32,7 +32,9 @@ from headrace.service.errors import (
     unavailable,
     unimplemented,
 )
+from headrace.service.protocol import WORKER_ROLE
 from headrace.v1 import common_pb2, gpuworker_pb2, gpuworker_pb2_grpc
+from headrace.vocabulary import WorkerRole
 
 logger = logging.getLogger(__name__)
 
@@ -43,12 +45,6 @@ _LOADING_RETRY_S = 1.0
 
 T = TypeVar("T")
 
-_ROLES = {
-    "mixed": common_pb2.WORKER_ROLE_MIXED,
-    "prefill": common_pb2.WORKER_ROLE_PREFILL,
-    "decode": common_pb2.WORKER_ROLE_DECODE,
-}
-
 
 @dataclass(frozen=True, slots=True)
 class Identity:
@@ -56,7 +52,7 @@ class Identity:
 
     worker_id: str
     model_name: str
-    role: str
+    role: WorkerRole
     incarnation: str = field(default_factory=lambda: uuid.uuid4().hex)
 
 
@@ -143,7 +139,7 @@ class GpuWorkerService(gpuworker_pb2_grpc.GpuWorkerServicer):
                 worker_id=self._identity.worker_id,
                 incarnation=self._identity.incarnation,
                 model=self._identity.model_name,
-                role=_ROLES[self._identity.role],
+                role=WORKER_ROLE.number(self._identity.role),
                 state=(
                     common_pb2.WORKER_STATE_DRAINING
                     if self._is_draining

@@ -7,7 +7,8 @@ import click
 
 from headrace.cli.exits import Failure
 from headrace.cli.figures import Stopwatch
-from headrace.types import Delta, FinishReason
+from headrace.types import Delta
+from headrace.vocabulary import FinishReason
 
 _FAILED = {
     FinishReason.ERROR: "the request failed inside the server; `headrace status {id}` says why",

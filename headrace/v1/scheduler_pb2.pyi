@@ -48,6 +48,46 @@ CANCEL_REASON_DEADLINE: CancelReason.ValueType  # 3
 """The deadline passed."""
 Global___CancelReason: _TypeAlias = CancelReason  # noqa: Y015
 
+class _RefusalReason:
+    ValueType = _typing.NewType("ValueType", _builtins.int)
+    V: _TypeAlias = ValueType  # noqa: Y015
+
+class _RefusalReasonEnumTypeWrapper(_enum_type_wrapper._EnumTypeWrapper[_RefusalReason.ValueType], _builtins.type):
+    DESCRIPTOR: _descriptor.EnumDescriptor
+    REFUSAL_REASON_UNSPECIFIED: _RefusalReason.ValueType  # 0
+    """Not known."""
+    REFUSAL_REASON_NO_WORKER: _RefusalReason.ValueType  # 1
+    """No worker of this name or model is here."""
+    REFUSAL_REASON_WORKER_LOST: _RefusalReason.ValueType  # 2
+    """The worker is lost or shutting down."""
+    REFUSAL_REASON_TOO_LONG: _RefusalReason.ValueType  # 3
+    """The worker can never hold the request."""
+    REFUSAL_REASON_DRAINING: _RefusalReason.ValueType  # 4
+    """The scheduler is shutting down."""
+    REFUSAL_REASON_DUPLICATE: _RefusalReason.ValueType  # 5
+    """The handle or the request id is in use."""
+    REFUSAL_REASON_INVALID: _RefusalReason.ValueType  # 6
+    """A field is wrong."""
+
+class RefusalReason(_RefusalReason, metaclass=_RefusalReasonEnumTypeWrapper):
+    """Why a submission was not taken."""
+
+REFUSAL_REASON_UNSPECIFIED: RefusalReason.ValueType  # 0
+"""Not known."""
+REFUSAL_REASON_NO_WORKER: RefusalReason.ValueType  # 1
+"""No worker of this name or model is here."""
+REFUSAL_REASON_WORKER_LOST: RefusalReason.ValueType  # 2
+"""The worker is lost or shutting down."""
+REFUSAL_REASON_TOO_LONG: RefusalReason.ValueType  # 3
+"""The worker can never hold the request."""
+REFUSAL_REASON_DRAINING: RefusalReason.ValueType  # 4
+"""The scheduler is shutting down."""
+REFUSAL_REASON_DUPLICATE: RefusalReason.ValueType  # 5
+"""The handle or the request id is in use."""
+REFUSAL_REASON_INVALID: RefusalReason.ValueType  # 6
+"""A field is wrong."""
+Global___RefusalReason: _TypeAlias = RefusalReason  # noqa: Y015
+
 @_typing.final
 class RouterMessage(_message.Message):
     """From a router."""
@@ -444,22 +484,26 @@ class Refusal(_message.Message):
     HANDLE_FIELD_NUMBER: _builtins.int
     REASON_FIELD_NUMBER: _builtins.int
     MESSAGE_FIELD_NUMBER: _builtins.int
+    FIELD_FIELD_NUMBER: _builtins.int
     handle: _builtins.int
     """The request."""
-    reason: _builtins.str
-    """Stable: NO_WORKER, WORKER_LOST, TOO_LONG, DRAINING, DUPLICATE, INVALID."""
+    reason: Global___RefusalReason.ValueType
+    """Why."""
     message: _builtins.str
     """For a person."""
+    field: _builtins.str
+    """For INVALID: the field of the submission that is wrong, e.g. sampling.stop_token_ids."""
     def __init__(
         self,
         *,
         handle: _builtins.int = ...,
-        reason: _builtins.str = ...,
+        reason: Global___RefusalReason.ValueType = ...,
         message: _builtins.str = ...,
+        field: _builtins.str = ...,
     ) -> None: ...
     _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["handle", b"handle", "message", b"message", "reason", b"reason"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["field", b"field", "handle", b"handle", "message", b"message", "reason", b"reason"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     def WhichOneof(self, oneof_group: _Never) -> None: ...
 

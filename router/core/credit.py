@@ -22,26 +22,9 @@ not tell their priorities.
 
 from bisect import bisect_left, bisect_right, insort
 from dataclasses import dataclass
-from enum import Enum
 
+from headrace.vocabulary import WorkerRole, WorkerState
 from router.core.admission import Capacity
-
-
-class WorkerState(Enum):
-    """Whether a worker takes requests."""
-
-    STARTING = "STARTING"
-    READY = "READY"
-    DRAINING = "DRAINING"
-    LOST = "LOST"
-
-
-class Role(Enum):
-    """What a worker is for."""
-
-    MIXED = "MIXED"
-    PREFILL = "PREFILL"
-    DECODE = "DECODE"
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -61,7 +44,7 @@ class WorkerReport:
     num_running: int
     num_waiting: int
     max_num_batched_tokens: int = 2048
-    role: Role = Role.MIXED
+    role: WorkerRole = WorkerRole.MIXED
     displaces_by_priority: bool = False
 
     @property

@@ -17,8 +17,9 @@ there are no others. A worker that was restarted (a new incarnation) starts with
 from collections.abc import Container, Iterable, Sequence
 from dataclasses import dataclass, field
 
+from headrace.vocabulary import WorkerRole, WorkerState
 from router.core.admission import Capacity
-from router.core.credit import Credit, Load, Role, WorkerReport, WorkerState
+from router.core.credit import Credit, Load, WorkerReport
 from router.core.prefix_index import CHUNK_TOKENS, Prefix, PrefixIndex
 
 # A full worker costs as much as computing this many steps of prompt.
@@ -203,7 +204,7 @@ class WorkerPool:
             for worker in scheduler.workers.values()
             if worker.report.model == model and worker.report.state is WorkerState.READY
         ]
-        return [worker for worker in ready if worker.report.role is not Role.DECODE] or ready
+        return [worker for worker in ready if worker.report.role is not WorkerRole.DECODE] or ready
 
 
 def _cost(worker: _Worker, need: Need) -> tuple[float, int, str]:

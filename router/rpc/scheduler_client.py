@@ -15,7 +15,8 @@ import grpc.aio
 
 from headrace.service.errors import ServiceError, from_rpc_error
 from headrace.v1 import common_pb2, inference_pb2, scheduler_pb2, scheduler_pb2_grpc
-from router.request import CancelReason, ClientCompletion
+from headrace.vocabulary import CancelReason
+from router.request import ClientCompletion
 from router.router import Router
 from router.rpc import scheduler_wire
 from router.rpc.outbox import SchedulerOutbox

@@ -5,46 +5,27 @@ from collections.abc import Iterable
 
 from headrace.service.columns import pack_int32, unpack_int32, unpack_uint32
 from headrace.service.errors import invalid
+from headrace.service.protocol import (
+    CANCEL_REASON,
+    FINISH_REASON,
+    REFUSAL_REASON,
+    WORKER_ROLE,
+    WORKER_STATE,
+)
 from headrace.v1 import common_pb2, scheduler_pb2
-from router.core.credit import Role, WorkerReport, WorkerState
+from headrace.vocabulary import CancelReason, FinishReason, WorkerRole, WorkerState
+from router.core.credit import WorkerReport
 from router.request import (
     Admitted,
-    CancelReason,
     ClientCompletion,
     CompletionFinish,
-    FinishReason,
     Logprobs,
     Refusal,
     StepOutputs,
 )
 
-_WORKER_STATE = {
-    common_pb2.WORKER_STATE_STARTING: WorkerState.STARTING,
-    common_pb2.WORKER_STATE_READY: WorkerState.READY,
-    common_pb2.WORKER_STATE_DRAINING: WorkerState.DRAINING,
-}
-
-_ROLE = {
-    common_pb2.WORKER_ROLE_PREFILL: Role.PREFILL,
-    common_pb2.WORKER_ROLE_DECODE: Role.DECODE,
-}
-
 # For a worker that does not report it.
 _DEFAULT_BATCHED_TOKENS = 2048
-
-_CANCEL_REASON = {
-    CancelReason.ABORTED: scheduler_pb2.CANCEL_REASON_ABORTED,
-    CancelReason.STOP_STRING: scheduler_pb2.CANCEL_REASON_STOP_STRING,
-    CancelReason.DEADLINE: scheduler_pb2.CANCEL_REASON_DEADLINE,
-}
-
-_FINISH_REASON = {
-    common_pb2.FINISH_REASON_STOP: FinishReason.STOP,
-    common_pb2.FINISH_REASON_LENGTH: FinishReason.LENGTH,
-    common_pb2.FINISH_REASON_ABORTED: FinishReason.ABORTED,
-    common_pb2.FINISH_REASON_DEADLINE: FinishReason.DEADLINE,
-    common_pb2.FINISH_REASON_REPETITION: FinishReason.REPETITION,
-}
 
 
 def to_submission(completion: ClientCompletion) -> scheduler_pb2.Submission:
@@ -82,7 +63,7 @@ def to_submission(completion: ClientCompletion) -> scheduler_pb2.Submission:
 
 def to_cancellation(handle: int, reason: CancelReason) -> scheduler_pb2.Cancellation:
     """The cancellation of the completion that was sent under the handle."""
-    return scheduler_pb2.Cancellation(handle=handle, reason=_CANCEL_REASON[reason])
+    return scheduler_pb2.Cancellation(handle=handle, reason=CANCEL_REASON.number(reason))
 
 
 def to_pause(handle: int, *, is_paused: bool) -> scheduler_pb2.Pause:
@@ -125,7 +106,7 @@ def _encoded(logprobs: Iterable[common_pb2.TokenLogprobs]) -> list[bytes]:
 
 def _finish(finished: scheduler_pb2.Finished) -> CompletionFinish:
     return CompletionFinish(
-        _FINISH_REASON.get(finished.reason, FinishReason.ERROR),
+        FINISH_REASON.word(finished.reason, FinishReason.ERROR),
         stop_token_id=finished.stop_token_id if finished.HasField("stop_token_id") else None,
         message=finished.message,
         num_preemptions=finished.num_preemptions,
@@ -134,7 +115,8 @@ def _finish(finished: scheduler_pb2.Finished) -> CompletionFinish:
 
 def to_refusal(refusal: scheduler_pb2.Refusal) -> Refusal:
     """A scheduler's refusal of a completion."""
-    return Refusal(refusal.handle, refusal.reason, refusal.message)
+    reason = REFUSAL_REASON.word(refusal.reason, None)
+    return Refusal(refusal.handle, reason, refusal.message, refusal.field)
 
 
 def to_report(worker: common_pb2.Worker) -> WorkerReport:
@@ -143,7 +125,7 @@ def to_report(worker: common_pb2.Worker) -> WorkerReport:
         worker_id=worker.worker_id,
         incarnation=worker.incarnation,
         model=worker.model,
-        state=_WORKER_STATE.get(worker.state, WorkerState.LOST),
+        state=WORKER_STATE.word(worker.state, WorkerState.LOST),
         max_model_len=worker.max_model_len,
         block_size=worker.block_size,
         num_kv_blocks=worker.num_kv_blocks,
@@ -153,6 +135,6 @@ def to_report(worker: common_pb2.Worker) -> WorkerReport:
         num_running=worker.num_running,
         num_waiting=worker.num_waiting,
         max_num_batched_tokens=worker.max_num_batched_tokens or _DEFAULT_BATCHED_TOKENS,
-        role=_ROLE.get(worker.role, Role.MIXED),
+        role=WORKER_ROLE.word(worker.role, WorkerRole.MIXED),
         displaces_by_priority=worker.displaces_by_priority,
     )

@@ -13,10 +13,12 @@ import numpy as np
 from grpc import StatusCode
 
 from headrace.service.errors import ServiceError, invalid, unimplemented
+from headrace.service.protocol import FINISH_REASON
 from headrace.service.sampling import check_values, refuse
 from headrace.v1 import common_pb2, inference_pb2
+from headrace.vocabulary import FinishReason
 from router.prompts import ChatPrompt, Prompt, TextPrompt, TokenPrompt
-from router.request import FinishReason, Int32Array, Spec
+from router.request import Int32Array, Spec
 from router.stream import CompletionDelta, Reply
 from router.text.tokenizer import TextTokenizer
 
@@ -32,15 +34,6 @@ _MAX_STOP_TOKEN_IDS = 64
 _MAX_BAD_WORDS = 64
 _MAX_BAD_WORD_BYTES = 256
 _MAX_BAD_WORD_TOKENS = 256
-
-_FINISH_REASON = {
-    FinishReason.STOP: common_pb2.FINISH_REASON_STOP,
-    FinishReason.LENGTH: common_pb2.FINISH_REASON_LENGTH,
-    FinishReason.ABORTED: common_pb2.FINISH_REASON_ABORTED,
-    FinishReason.ERROR: common_pb2.FINISH_REASON_ERROR,
-    FinishReason.DEADLINE: common_pb2.FINISH_REASON_DEADLINE,
-    FinishReason.REPETITION: common_pb2.FINISH_REASON_REPETITION,
-}
 
 _SERVED_FORMATS = (
     inference_pb2.ResponseFormat.TYPE_UNSPECIFIED,
@@ -308,7 +301,7 @@ def _fill(output: inference_pb2.OutputDelta, delta: CompletionDelta) -> None:
     finish = delta.finish
     if finish is None:
         return
-    output.finish_reason = _FINISH_REASON[finish.reason]
+    output.finish_reason = FINISH_REASON.number(finish.reason)
     if finish.reason is FinishReason.STOP:
         if finish.stop is not None:
             output.stop = finish.stop

@@ -9,6 +9,7 @@ import grpc.aio
 from headrace.service.errors import ServiceError, exhausted, invalid, not_found, unavailable
 from headrace.service.handlers import write
 from headrace.v1 import inference_pb2, scheduler_pb2, scheduler_pb2_grpc
+from headrace.vocabulary import RefusalReason
 from scheduler.connection import RouterConnection
 from scheduler.outbox import NotTaken, OutboxClosedError
 from scheduler.pool import Pool
@@ -134,7 +135,9 @@ def _read(connection: RouterConnection, message: scheduler_pb2.RouterMessage) ->
         try:
             connection.submit(wire.submission_of(submission))
         except ServiceError as error:
-            connection.refuse(NotTaken(submission.handle, "INVALID", error.message))
+            connection.refuse(
+                NotTaken(submission.handle, RefusalReason.INVALID, error.message, error.field or "")
+            )
     for pause in message.pauses:
         connection.set_paused(pause.handle, is_paused=pause.paused)
     for cancellation in message.cancellations:

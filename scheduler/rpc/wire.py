@@ -3,20 +3,28 @@
 import math
 import re
 from collections.abc import Iterable, Sequence
-from typing import cast
+from typing import assert_never, cast
 
 import numpy as np
 
 from headrace.service.columns import pack_int32, pack_uint32, unpack_int32
 from headrace.service.errors import invalid
+from headrace.service.protocol import (
+    CANCEL_REASON,
+    FINISH_REASON,
+    REFUSAL_REASON,
+    WORKER_ROLE,
+    WORKER_STATE,
+)
 from headrace.service.sampling import check_values
 from headrace.v1 import common_pb2, gpuworker_pb2, inference_pb2, scheduler_pb2
+from headrace.vocabulary import CancelReason, FinishReason, WorkerRole
 from scheduler.core.explain import Explanation
 from scheduler.core.plan import Int32Array, RequestStatus, StepPlan, StepResult
 from scheduler.outbox import Ending, News, Parcel
 from scheduler.pool import WorkerLoad
 from scheduler.requests import Submission
-from scheduler.worker import RowLogprobs, WorkerInfo, WorkerResult, WorkerRole, WorkerState
+from scheduler.worker import RowLogprobs, WorkerInfo, WorkerResult
 
 # One of several completions carries its number: "id#0".
 _VALID_ID = re.compile(r"[A-Za-z0-9._:-]{1,128}(#[0-9]{1,2})?")
@@ -36,36 +44,13 @@ _MOST_BY_LIMIT = {
 _MAX_SPEC_TOKENS = 64
 # More plans ahead than this gain nothing; see SchedulerConfig.pipeline_depth.
 _MAX_PIPELINE_DEPTH = 2
-_ROLES = {
-    common_pb2.WORKER_ROLE_UNSPECIFIED: WorkerRole.MIXED,
-    common_pb2.WORKER_ROLE_MIXED: WorkerRole.MIXED,
-    common_pb2.WORKER_ROLE_PREFILL: WorkerRole.PREFILL,
-    common_pb2.WORKER_ROLE_DECODE: WorkerRole.DECODE,
-}
-_ROLE_NUMBERS = {
-    WorkerRole.MIXED: common_pb2.WORKER_ROLE_MIXED,
-    WorkerRole.PREFILL: common_pb2.WORKER_ROLE_PREFILL,
-    WorkerRole.DECODE: common_pb2.WORKER_ROLE_DECODE,
-}
-_STATE_NUMBERS = {
-    WorkerState.STARTING: common_pb2.WORKER_STATE_STARTING,
-    WorkerState.READY: common_pb2.WORKER_STATE_READY,
-    WorkerState.DRAINING: common_pb2.WORKER_STATE_DRAINING,
-    WorkerState.LOST: common_pb2.WORKER_STATE_LOST,
-}
-_FINISH_REASONS = {
-    RequestStatus.STOPPED: common_pb2.FINISH_REASON_STOP,
-    RequestStatus.LENGTH_CAPPED: common_pb2.FINISH_REASON_LENGTH,
-    RequestStatus.REPETITION: common_pb2.FINISH_REASON_REPETITION,
-    RequestStatus.ABORTED: common_pb2.FINISH_REASON_ABORTED,
-    RequestStatus.ERROR: common_pb2.FINISH_REASON_ERROR,
-    RequestStatus.DEADLINE: common_pb2.FINISH_REASON_DEADLINE,
-}
-_STATUS_BY_CANCEL_REASON = {
-    scheduler_pb2.CANCEL_REASON_UNSPECIFIED: RequestStatus.ABORTED,
-    scheduler_pb2.CANCEL_REASON_ABORTED: RequestStatus.ABORTED,
-    scheduler_pb2.CANCEL_REASON_STOP_STRING: RequestStatus.STOPPED,
-    scheduler_pb2.CANCEL_REASON_DEADLINE: RequestStatus.DEADLINE,
+_FINISH_REASON_BY_STATUS = {
+    RequestStatus.STOPPED: FinishReason.STOP,
+    RequestStatus.LENGTH_CAPPED: FinishReason.LENGTH,
+    RequestStatus.REPETITION: FinishReason.REPETITION,
+    RequestStatus.ABORTED: FinishReason.ABORTED,
+    RequestStatus.ERROR: FinishReason.ERROR,
+    RequestStatus.DEADLINE: FinishReason.DEADLINE,
 }
 
 
@@ -131,7 +116,15 @@ def _largest_token_ids(sampling: common_pb2.SamplingParams) -> dict[str, int]:
 
 def status_of_cancellation(message: scheduler_pb2.Cancellation) -> RequestStatus:
     """The final status that a router asks for."""
-    return _STATUS_BY_CANCEL_REASON.get(message.reason, RequestStatus.ABORTED)
+    match CANCEL_REASON.word(message.reason, CancelReason.ABORTED):
+        case CancelReason.ABORTED:
+            return RequestStatus.ABORTED
+        case CancelReason.STOP_STRING:
+            return RequestStatus.STOPPED
+        case CancelReason.DEADLINE:
+            return RequestStatus.DEADLINE
+        case never:
+            assert_never(never)
 
 
 def scheduler_message(parcel: Parcel) -> scheduler_pb2.SchedulerMessage:
@@ -139,8 +132,13 @@ def scheduler_message(parcel: Parcel) -> scheduler_pb2.SchedulerMessage:
     return scheduler_pb2.SchedulerMessage(
         step_update=_step_update(parcel.news) if parcel.news is not None else None,
         refusals=[
-            scheduler_pb2.Refusal(handle=r.handle, reason=r.reason, message=r.message)
-            for r in parcel.refusals
+            scheduler_pb2.Refusal(
+                handle=refusal.handle,
+                reason=REFUSAL_REASON.number(refusal.reason),
+                message=refusal.message,
+                field=refusal.field,
+            )
+            for refusal in parcel.refusals
         ],
     )
 
@@ -268,7 +266,7 @@ def worker_info(message: common_pb2.Worker) -> WorkerInfo:
         eos_token_ids=tuple(message.eos_token_ids),
         num_spec_tokens=message.num_spec_tokens,
         pipeline_depth=max(1, min(message.pipeline_depth, _MAX_PIPELINE_DEPTH)),
-        role=_ROLES.get(message.role, WorkerRole.MIXED),
+        role=WORKER_ROLE.word(message.role, WorkerRole.MIXED),
         device=message.device,
         dtype=message.dtype,
     )
@@ -280,8 +278,8 @@ def _worker(load: WorkerLoad) -> common_pb2.Worker:
         worker_id=info.worker_id,
         incarnation=info.incarnation,
         model=info.model,
-        role=_ROLE_NUMBERS[info.role],
-        state=_STATE_NUMBERS[load.state],
+        role=WORKER_ROLE.number(info.role),
+        state=WORKER_STATE.number(load.state),
         max_model_len=info.max_model_len,
         block_size=info.block_size,
         num_kv_blocks=info.num_kv_blocks,
@@ -328,7 +326,7 @@ def _step_update(news: News) -> scheduler_pb2.StepUpdate:
 def _finished(ending: Ending) -> scheduler_pb2.Finished:
     return scheduler_pb2.Finished(
         handle=ending.handle,
-        reason=_FINISH_REASONS[ending.status],
+        reason=FINISH_REASON.number(_FINISH_REASON_BY_STATUS[ending.status]),
         stop_token_id=ending.stop_token_id,
         message=ending.message,
         num_preemptions=ending.num_preemptions,

@@ -9,7 +9,8 @@ import pytest
 from headrace.client import ChannelConfig, ChatMessage, HeadraceClient, Sampling, ServiceError
 from headrace.service import telemetry
 from headrace.service.serving import ServingConfig
-from headrace.types import AbortResult, FinishReason, TokenLogprobs
+from headrace.types import AbortResult, TokenLogprobs
+from headrace.vocabulary import FinishReason
 from tests.headrace import fake_inference
 from tests.headrace.otlp_receiver import OtlpReceiver
 

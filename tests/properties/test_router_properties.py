@@ -11,9 +11,10 @@ from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, initialize, invariant, precondition, rule
 
 from headrace.service.errors import ServiceError
+from headrace.vocabulary import FinishReason, RefusalReason
 from router.core.admission import Limits, TenantLimits
 from router.core.pauses import UnreadLimits
-from router.request import FinishReason, Refusal, Spec
+from router.request import Refusal, Spec
 from tests.router.bench import TOKENIZER, Bench, report
 
 MODELS = {"s": "m", "t": "m", "u": "other"}
@@ -133,7 +134,7 @@ class RouterMachine(RuleBasedStateMachine):
                 assert reservation.request.is_finished, stay_id
 
     @rule(name=st.sampled_from(sorted(MODELS)), chance=chances,
-          reason=st.sampled_from(["NO_WORKER", "INVALID"]))  # fmt: skip
+          reason=st.sampled_from([RefusalReason.NO_WORKER, RefusalReason.INVALID]))  # fmt: skip
     def refuse(self, name, chance, reason):
         link = self.bench.links[name]
         if link.sent:

@@ -7,9 +7,10 @@ import numpy as np
 from headrace.service.errors import ServiceError
 from headrace.status.states import Writer
 from headrace.status.store import StatusStore
-from router.core.credit import WorkerReport, WorkerState
+from headrace.vocabulary import FinishReason, WorkerState
+from router.core.credit import WorkerReport
 from router.core.placement import WorkerPool
-from router.request import Admitted, CompletionFinish, FinishReason, Spec, StepOutputs
+from router.request import Admitted, CompletionFinish, Spec, StepOutputs
 from router.router import Router
 from router.rules import Rules
 from router.status_log import StatusLog

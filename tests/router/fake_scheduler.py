@@ -87,7 +87,7 @@ class FakeScheduler:
         self.cancellations: list[tuple[str, int]] = []
         self.pauses: list[tuple[str, bool]] = []
         self.heeds_pauses = True
-        self.refusals: list[tuple[str, str]] = []  # what the next submissions get
+        self.refusals: list[tuple[str, ...]] = []  # what the next submissions get
         self.is_draining = False
         self.dies_of = lambda submission: False
         self.num_deaths = 0
@@ -235,9 +235,16 @@ class FakeScheduler:
             connection.outbox.put_nowait(None)
         lives = submission.request_id in {g.submission.request_id for g in connection.live.values()}
         if self.refusals or lives:
-            reason, text = self.refusals.pop(0) if self.refusals else ("DUPLICATE", "it runs here")
+            reason, text, *field = (
+                self.refusals.pop(0) if self.refusals else ("DUPLICATE", "it runs here")
+            )
             message = scheduler_pb2.SchedulerMessage()
-            message.refusals.add(handle=submission.handle, reason=reason, message=text)
+            message.refusals.add(
+                handle=submission.handle,
+                reason=scheduler_pb2.RefusalReason.Value(f"REFUSAL_REASON_{reason}"),
+                message=text,
+                field="".join(field),
+            )
             connection.outbox.put_nowait(message)
             return
         generation = Generation(submission, self.script(submission), connection)

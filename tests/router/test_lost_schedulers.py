@@ -2,6 +2,7 @@
 
 import pytest
 
+from headrace.vocabulary import RefusalReason
 from router.core.suspects import TRIAL_TOKENS
 from router.request import Refusal
 from tests.router.bench import Bench, report
@@ -140,7 +141,7 @@ def test_a_suspect_that_is_refused_stays_on_trial():
         cluster.lose()
     [handle] = cluster.bench.links["s"].sent
     del cluster.bench.links["s"].sent[handle]
-    cluster.bench.router.on_refusal(Refusal(handle, "WORKER_LOST", ""))
+    cluster.bench.router.on_refusal(Refusal(handle, RefusalReason.WORKER_LOST, ""))
     cluster.bench.router.on_report("s", [report("s", 1000)], is_draining=False)
     assert set(cluster.running) == {"a"}
     cluster.close()

@@ -2,8 +2,13 @@
 
 import pytest
 
+from headrace.vocabulary import RefusalReason
 from router.request import Refusal
 from tests.router.bench import Bench, report
+
+# Refusals that are the worker's affair, and those that are the request's own.
+NOT_NOW = {RefusalReason.NO_WORKER, RefusalReason.WORKER_LOST, RefusalReason.DRAINING}
+NEVER = [reason for reason in RefusalReason if reason not in NOT_NOW]
 
 
 def refuse(bench, reason):
@@ -13,7 +18,7 @@ def refuse(bench, reason):
     bench.router.on_refusal(Refusal(handle, reason, "why"))
 
 
-@pytest.mark.parametrize("reason", ["TOO_LONG", "INVALID", "DUPLICATE", "A_LATER_REASON"])
+@pytest.mark.parametrize("reason", [*NEVER, None])
 def test_a_refusal_for_the_request_s_own_sake_holds_up_no_other(reason):
     bench = Bench(max_num_seqs=1, waiting_allowance=0)
     leave_refused, refused = bench.enter("refused")
@@ -28,7 +33,7 @@ def test_a_refusal_for_the_request_s_own_sake_holds_up_no_other(reason):
     bench.assert_empty()
 
 
-@pytest.mark.parametrize("reason", ["NO_WORKER", "WORKER_LOST", "DRAINING"])
+@pytest.mark.parametrize("reason", sorted(NOT_NOW))
 def test_a_worker_that_takes_nothing_is_passed_over_until_it_is_reported_again(reason):
     bench = Bench()
     leave, request = bench.enter("r")

@@ -8,8 +8,9 @@ import numpy as np
 import pytest
 
 from headrace.service.errors import ServiceError
+from headrace.vocabulary import FinishReason
 from router.core.admission import Limits, TenantLimits
-from router.request import CompletionFinish, FinishReason, Spec, StepOutputs
+from router.request import CompletionFinish, Spec, StepOutputs
 from tests.router.bench import TOKENIZER, Bench, report
 
 

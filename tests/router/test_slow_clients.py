@@ -7,9 +7,10 @@ import pytest
 
 from headrace.service.columns import pack_int32, pack_uint32
 from headrace.v1 import scheduler_pb2
+from headrace.vocabulary import FinishReason, RefusalReason
 from router.core.admission import Limits
 from router.core.pauses import UnreadLimits
-from router.request import FinishReason, Refusal
+from router.request import Refusal
 from router.rpc.scheduler_wire import to_step_outputs
 from tests.router.bench import Bench, report
 
@@ -262,7 +263,7 @@ def test_a_refused_one_waits_for_its_client_too():
     handle = completion.handle
     del link.sent[handle]
     link.paused.clear()
-    slow.router.on_refusal(Refusal(handle, "WORKER_LOST", ""))
+    slow.router.on_refusal(Refusal(handle, RefusalReason.WORKER_LOST, ""))
     assert slow.router.num_queued == 0
     slow.router.on_report("s", [report("s", 4)], is_draining=False)
     assert link.sent == {}

@@ -4,7 +4,8 @@ from array import array
 
 import pytest
 
-from router.request import CancelReason, CompletionFinish, FinishReason, Logprobs, StepOutputs
+from headrace.vocabulary import CancelReason, FinishReason
+from router.request import CompletionFinish, Logprobs, StepOutputs
 from router.stream import replies
 from tests.router.bench import TOKENIZER, Bench
 

@@ -16,6 +16,7 @@ from headrace.service.serving import GrpcServer, ServingConfig
 from headrace.status.states import Writer
 from headrace.status.store import StatusStore
 from headrace.v1 import common_pb2, scheduler_pb2, scheduler_pb2_grpc
+from headrace.vocabulary import WorkerState
 from scheduler.build import build_pool
 from scheduler.config import PoolSettings, SchedulerSettings
 from scheduler.journal import Journal
@@ -23,7 +24,6 @@ from scheduler.pool import Pool
 from scheduler.rpc.gpuworker_client import GpuWorkerClient
 from scheduler.rpc.service import FULL_NAME, SchedulerService
 from scheduler.switchboard import Switchboard
-from scheduler.worker import WorkerState
 from tests.scheduler.fake_gpuworker import FakeGpuWorker
 
 # Only what hangs takes so long, however slow and busy the machine.

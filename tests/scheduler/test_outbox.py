@@ -5,6 +5,7 @@ import asyncio
 import numpy as np
 import pytest
 
+from headrace.vocabulary import RefusalReason
 from scheduler.core.plan import RequestStatus
 from scheduler.outbox import (
     Ending,
@@ -97,7 +98,7 @@ async def test_what_was_pushed_while_nobody_took_comes_in_one_parcel():
     outbox = Outbox(100)
     outbox.push(news({1: [5]}))
     outbox.push(news({1: [6]}))
-    outbox.refuse(NotTaken(4, "NO_WORKER", "none"))
+    outbox.refuse(NotTaken(4, RefusalReason.NO_WORKER, "none"))
     parcel = await outbox.take()
     assert tokens_by_handle(parcel.news) == {1: [5, 6]}
     assert [refusal.handle for refusal in parcel.refusals] == [4]

@@ -10,13 +10,14 @@ import pytest
 
 from headrace.status.states import Writer
 from headrace.status.store import StatusStore
-from headrace.v1 import common_pb2
+from headrace.v1 import common_pb2, scheduler_pb2
+from headrace.vocabulary import WorkerState
 from scheduler.build import build_pool
 from scheduler.config import PoolSettings, SchedulerSettings
 from scheduler.core.plan import RequestStatus
 from scheduler.journal import Journal
 from scheduler.switchboard import Switchboard
-from scheduler.worker import WorkerInfo, WorkerLostError, WorkerResult, WorkerState
+from scheduler.worker import WorkerInfo, WorkerLostError, WorkerResult
 from tests.scheduler.fake_gpuworker import FakeGpuWorker, expected_tokens
 from tests.scheduler.harness import PATIENCE_S, router_to, running_scheduler, until
 
@@ -35,7 +36,7 @@ async def test_a_worker_is_ready_once_its_model_is_loaded(caplog):
     await worker.start()
     async with running_scheduler([worker]) as scheduler, router_to(scheduler) as router:
         early = await router.submit(PROMPTS[0], 3)
-        assert (await router.refused(early)).reason == "NO_WORKER"
+        assert (await router.refused(early)).reason == scheduler_pb2.REFUSAL_REASON_NO_WORKER
         await until(lambda: "is not ready" in caplog.text)
         worker.is_loaded = True
         await scheduler.ready()
@@ -168,7 +169,7 @@ async def test_a_worker_that_shuts_down_finishes_what_it_has_and_is_left_alone(c
         for handle, prompt in zip(others, PROMPTS[1:], strict=True):
             assert await router.finished(handle) == [expected_tokens(prompt, 5)]
         named = await router.submit(PROMPTS[1], 5, worker_id="w0")
-        assert (await router.refused(named)).reason == "WORKER_LOST"
+        assert (await router.refused(named)).reason == scheduler_pb2.REFUSAL_REASON_WORKER_LOST
         await old.release()
         assert await router.finished(first) == [expected_tokens(PROMPTS[0], 20)]
         await until(lambda: old.num_streams == 0)

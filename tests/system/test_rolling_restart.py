@@ -10,7 +10,7 @@ import transformers
 
 from headrace.client import HeadraceClient, Sampling
 from headrace.local import LocalConfig, local_pool
-from headrace.types import FinishReason
+from headrace.vocabulary import FinishReason
 from tests.gpuworker.tiny import LLAMA, save_checkpoint
 from tests.headrace.waiting import eventually
 from tests.router.tiny_models import byte_level_tokenizer

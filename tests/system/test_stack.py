@@ -21,7 +21,8 @@ from headrace.local import LocalConfig, LocalPool, local_pool
 from headrace.status.embedded import EmbeddedStore
 from headrace.status.states import State, Writer
 from headrace.status.store import StatusStore
-from headrace.types import AbortResult, FinishReason
+from headrace.types import AbortResult
+from headrace.vocabulary import FinishReason
 from tests.headrace.waiting import eventually
 
 pytestmark = [

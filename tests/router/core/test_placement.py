@@ -4,7 +4,8 @@ import numpy as np
 from hypothesis import given
 from hypothesis import strategies as st
 
-from router.core.credit import Role, WorkerReport, WorkerState
+from headrace.vocabulary import WorkerRole, WorkerState
+from router.core.credit import WorkerReport
 from router.core.placement import Need, WorkerPool
 from router.core.prefix_index import prefix_of
 
@@ -295,6 +296,9 @@ def test_another_salt_is_another_prefix():
 
 
 def test_decode_workers_get_prompts_only_when_there_are_no_others():
-    prefill, decode = roomy("a", role=Role.PREFILL, num_running=9), roomy("b", role=Role.DECODE)
+    prefill, decode = (
+        roomy("a", role=WorkerRole.PREFILL, num_running=9),
+        roomy("b", role=WorkerRole.DECODE),
+    )
     assert choose(pool_of(prefill, decode)).worker_id == "a"
     assert choose(pool_of(decode)).worker_id == "b"

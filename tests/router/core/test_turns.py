@@ -2,7 +2,8 @@
 
 import pytest
 
-from router.core.credit import WorkerReport, WorkerState
+from headrace.vocabulary import WorkerState
+from router.core.credit import WorkerReport
 from router.core.fairness import FairShare
 from router.core.global_queue import GlobalQueue
 from router.core.line import Line

@@ -5,7 +5,6 @@ import pytest
 
 from headrace.service.errors import from_rpc_error
 from headrace.v1 import common_pb2, inference_pb2, scheduler_pb2
-from router.request import FinishReason
 from tests.router.fake_scheduler import MODEL, Script, worker
 from tests.router.stack import running_stack
 from tests.router.tiny_models import byte_level_model
@@ -375,8 +374,3 @@ async def test_what_is_not_served_yet_says_so(stack):
     with pytest.raises(grpc.aio.AioRpcError) as caught:
         await stack.stub.GetStatus(inference_pb2.GetStatusRequest(request_id="r"))
     assert from_rpc_error(caught.value).reason == "NO_STATUS_STORE"
-
-
-def test_our_finish_reasons_are_the_protocols():
-    for reason in FinishReason:
-        assert getattr(common_pb2, f"FINISH_REASON_{reason.name}") == reason.value

@@ -127,21 +127,24 @@ async def test_what_a_worker_cannot_take_now_is_sent_again(stack, reason):
 
 
 @pytest.mark.parametrize(
-    ("reason", "code", "field"),
+    ("reason", "wrong", "code", "field"),
     [
-        ("TOO_LONG", grpc.StatusCode.INVALID_ARGUMENT, "text"),
-        ("INVALID", grpc.StatusCode.INVALID_ARGUMENT, "sampling"),
-        ("DUPLICATE", grpc.StatusCode.ALREADY_EXISTS, None),
-        ("ODD", grpc.StatusCode.INTERNAL, None),
+        ("TOO_LONG", "", grpc.StatusCode.INVALID_ARGUMENT, "text"),
+        ("INVALID", "sampling.n", grpc.StatusCode.INVALID_ARGUMENT, "sampling.n"),
+        ("INVALID", "prompt_token_ids", grpc.StatusCode.INVALID_ARGUMENT, "text"),
+        ("INVALID", "epoch", grpc.StatusCode.INTERNAL, None),
+        ("DUPLICATE", "", grpc.StatusCode.ALREADY_EXISTS, None),
+        ("UNSPECIFIED", "", grpc.StatusCode.INTERNAL, None),
     ],
 )
-async def test_what_a_scheduler_will_never_take_is_an_error(stack, reason, code, field):
-    stack.scheduler.refusals = [(reason, "because")]
+async def test_what_a_scheduler_will_never_take_is_an_error(stack, reason, wrong, code, field):
+    stack.scheduler.refusals = [(reason, f"{wrong}: because", wrong)]
     with pytest.raises(grpc.aio.AioRpcError) as caught:
         await stack.answer()
     error = from_rpc_error(caught.value)
     assert (error.code, error.field) == (code, field)
-    assert "because" in error.message
+    assert error.message.count("because") == 1
+    assert error.message.count(field or "because") == 1
 
 
 async def test_what_is_refused_again_and_again_is_given_up(stack):

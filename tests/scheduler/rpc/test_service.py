@@ -8,6 +8,7 @@ import grpc.aio
 import pytest
 
 from headrace.service.errors import from_rpc_error
+from headrace.service.protocol import REFUSAL_REASON
 from headrace.v1 import common_pb2, inference_pb2, scheduler_pb2
 from scheduler.config import PoolSettings
 from tests.scheduler.fake_gpuworker import FakeGpuWorker, expected_tokens
@@ -78,6 +79,10 @@ async def test_a_stream_must_begin_with_hello(worker):
     assert (error.code, error.field) == (grpc.StatusCode.INVALID_ARGUMENT, "hello")
 
 
+def reason_of(refusal):
+    return REFUSAL_REASON.word(refusal.reason, None)
+
+
 @pytest.mark.parametrize("router_id", ["two\nlines", "nul\0", "x" * 257])
 async def test_a_router_whose_name_could_not_be_read_in_a_log_is_refused(worker, router_id):
     async with running_scheduler([worker]) as scheduler:
@@ -139,7 +144,7 @@ async def test_a_submission_that_cannot_be_served_is_refused_and_leaves_nothing(
                     setattr(submission, name, value)
             await router.send(submissions=[submission])
             refusal = await router.refused(submission.handle)
-            assert (refusal.reason, text in refusal.message) == (reason, True), refusal
+            assert (reason_of(refusal), text in refusal.message) == (reason, True), refusal
             good = await router.submit(PROMPT, 3)
             assert await router.finished(good) == [expected_tokens(PROMPT, 3)]
 
@@ -170,7 +175,8 @@ async def test_settings_that_no_worker_could_use_never_come_to_one(worker, sampl
                 [21, 22], 5, sampling=common_pb2.SamplingParams(**sampling), request_id="bad"
             )
             refusal = await router.refused(bad)
-            assert (refusal.reason, text in refusal.message) == ("INVALID", True), refusal.message
+            assert (reason_of(refusal), text in refusal.message) == ("INVALID", True), refusal
+            assert text.partition(":")[0] in refusal.field
             assert await router.finished(good) == [expected_tokens(PROMPT, 40)]
     assert "bad" not in {r.request_id for plan in worker.plans for r in plan.row_requests}
 
@@ -184,7 +190,7 @@ async def test_a_prompt_that_the_pool_can_never_hold_is_refused():
             taken = await router.submit([11] * 16, 1)
             assert await router.finished(taken) == [expected_tokens([11] * 16, 1)]
             refusal = await router.refused(await router.submit([11] * 17, 1))
-            assert refusal.reason == "TOO_LONG"
+            assert refusal.reason == scheduler_pb2.REFUSAL_REASON_TOO_LONG
             assert "KV blocks" in refusal.message
 
 
@@ -195,9 +201,9 @@ async def test_a_live_id_is_a_duplicate_unless_its_epoch_is_greater(worker):
             first = await one.submit(PROMPT, 200, request_id="same", epoch=3)
             await one.has_tokens(first, 1)
             again = await one.submit(PROMPT, 5, request_id="same", epoch=3)
-            assert (await one.refused(again)).reason == "DUPLICATE"
+            assert (await one.refused(again)).reason == scheduler_pb2.REFUSAL_REASON_DUPLICATE
             late = await other.submit(PROMPT, 5, request_id="same", epoch=2)
-            assert (await other.refused(late)).reason == "DUPLICATE"
+            assert (await other.refused(late)).reason == scheduler_pb2.REFUSAL_REASON_DUPLICATE
             newer = await other.submit(PROMPT, 5, request_id="same", epoch=4)
             assert await other.finished(newer) == [expected_tokens(PROMPT, 5)]
             await one.finished(first)
@@ -346,7 +352,7 @@ async def test_draining_refuses_new_requests_and_finishes_live_ones(worker):
             draining = asyncio.create_task(scheduler.pool.drain(10))
             await until(lambda: scheduler.pool.is_draining)
             refused = await router.submit(PROMPT, 3)
-            assert (await router.refused(refused)).reason == "DRAINING"
+            assert (await router.refused(refused)).reason == scheduler_pb2.REFUSAL_REASON_DRAINING
             watch = router.stub.WatchPool(scheduler_pb2.WatchPoolRequest())
             snapshot = await watch.read()
             watch.cancel()

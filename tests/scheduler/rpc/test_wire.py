@@ -5,11 +5,11 @@ import pytest
 
 from headrace.service.columns import pack_int32
 from headrace.service.errors import ServiceError
-from headrace.v1 import common_pb2, gpuworker_pb2
+from headrace.v1 import common_pb2, gpuworker_pb2, scheduler_pb2
+from headrace.vocabulary import RefusalReason, WorkerRole
 from scheduler.core.plan import RequestStatus
 from scheduler.outbox import Ending, FirstAdmission, News, NotTaken, Parcel
 from scheduler.rpc import wire
-from scheduler.worker import WorkerRole
 
 
 def column(*values: int) -> bytes:
@@ -93,9 +93,9 @@ def test_every_final_status_has_a_reason_on_the_wire():
 
 
 def test_refusals_alone_make_no_step_update():
-    message = wire.scheduler_message(Parcel(None, (NotTaken(3, "NO_WORKER", "none"),)))
+    message = wire.scheduler_message(Parcel(None, (NotTaken(3, RefusalReason.NO_WORKER, "none"),)))
     assert not message.HasField("step_update")
-    assert message.refusals[0].reason == "NO_WORKER"
+    assert message.refusals[0].reason == scheduler_pb2.REFUSAL_REASON_NO_WORKER
 
 
 def test_columns_are_little_endian_whatever_the_machine():
