@@ -22,7 +22,8 @@ from headrace.v1 import common_pb2, gpuworker_pb2, gpuworker_pb2_grpc
 
 MODEL = "instant"
 STAMPS_PER_S = 100_000
-VOCAB_SIZE = 2**31 - 1
+# The largest that a scheduler takes; token ids are time stamps, and wrap after 168 s.
+VOCAB_SIZE = 2**24
 MAX_NUM_SEQS = 1024
 
 
