@@ -10,7 +10,6 @@ Attribute names follow OpenTelemetry's semantic conventions for RPC and for gene
 import asyncio
 import contextlib
 import os
-import re
 from collections.abc import Awaitable, Callable, Iterator, Mapping, Sequence
 from contextvars import ContextVar
 from dataclasses import dataclass, field
@@ -19,7 +18,9 @@ from typing import TYPE_CHECKING, Any
 import grpc
 import grpc.aio
 from opentelemetry import trace
-from opentelemetry.trace import Link, NonRecordingSpan, Span, SpanContext, SpanKind, TraceFlags
+from opentelemetry.context import Context
+from opentelemetry.trace import Link, Span, SpanKind
+from opentelemetry.trace.propagation.tracecontext import TraceContextTextMapPropagator
 from opentelemetry.trace.status import Status, StatusCode
 
 from headrace.service.config import ConfigError
@@ -52,10 +53,7 @@ RPC_STATUS_CODE = "rpc.response.status_code"
 _EXPORT_TIMEOUT_S = 2.0
 _FLUSH_TIMEOUT_MS = 2_000
 
-# Sampled, and the trace id is random; others must not be passed on.
-_KNOWN_FLAGS = 0x03
-
-_TRACEPARENT = re.compile(r"([0-9a-f]{2})-([0-9a-f]{32})-([0-9a-f]{16})-([0-9a-f]{2})(-.*)?")
+_PROPAGATOR = TraceContextTextMapPropagator()
 
 # Ours rather than OpenTelemetry's own context: an async generator that is dropped half-way is
 # finished in another context, where detaching would log an error for each cancelled stream.
@@ -221,27 +219,15 @@ def current_traceparent() -> str:
 
 def traceparent_of(span: Span) -> str:
     """A span's W3C `traceparent`, "" when it has none."""
-    context = span.get_span_context()
-    if not context.is_valid:
-        return ""
-    return f"00-{context.trace_id:032x}-{context.span_id:016x}-{int(context.trace_flags):02x}"
+    carrier: dict[str, str] = {}
+    _PROPAGATOR.inject(carrier, trace.set_span_in_context(span, Context()))
+    return carrier.get("traceparent", "")
 
 
 def parse_traceparent(traceparent: str) -> Span | None:
     """A caller's span, to be a parent; None when the string is empty or not W3C's form."""
-    match = _TRACEPARENT.fullmatch(traceparent)
-    if match is None:
-        return None
-    version, trace_id, span_id, flags, rest = match.groups()
-    if version == "ff" or (version == "00" and rest):
-        return None
-    context = SpanContext(
-        trace_id=int(trace_id, 16),
-        span_id=int(span_id, 16),
-        is_remote=True,
-        trace_flags=TraceFlags(int(flags, 16) & _KNOWN_FLAGS),
-    )
-    return NonRecordingSpan(context) if context.is_valid else None
+    span = trace.get_current_span(_PROPAGATOR.extract({"traceparent": traceparent}, Context()))
+    return span if span.get_span_context().is_valid else None
 
 
 def outgoing_metadata(span: Span | None = None) -> tuple[tuple[str, str], ...]:
