@@ -32,12 +32,12 @@ from headrace.types import (
     ChatMessage,
     Completion,
     Delta,
-    Explanation,
     ModelInfo,
     Output,
     PoolInfo,
-    RequestRecord,
+    RequestHistory,
     Sampling,
+    StatusRecord,
     TokenLogprobs,
 )
 from headrace.v1 import inference_pb2, inference_pb2_grpc
@@ -147,12 +147,12 @@ class HeadraceClient:
         response = await self._call("Abort", request)
         return [messages.to_outcome(outcome) for outcome in response.outcomes]
 
-    async def status(self, request_id: str) -> RequestRecord:
+    async def status(self, request_id: str) -> StatusRecord:
         """Where a request stands; ServiceError NOT_FOUND when nothing is known of it."""
         request = inference_pb2.GetStatusRequest(request_id=request_id)
         return messages.to_record(await self._call("GetStatus", request))
 
-    async def explain(self, request_id: str) -> Explanation:
+    async def explain(self, request_id: str) -> RequestHistory:
         """Why a request, running or recently finished, got what it got."""
         request = inference_pb2.ExplainRequest(request_id=request_id)
         return messages.to_explanation(await self._call("Explain", request))

@@ -12,14 +12,14 @@ from headrace.types import (
     ChatMessage,
     Delta,
     ExplainEvent,
-    Explanation,
     ModelInfo,
     PoolInfo,
-    RequestRecord,
+    RequestHistory,
     Sampling,
+    StatusRecord,
     TokenLogprobs,
     Usage,
-    WorkerInfo,
+    WorkerStatus,
 )
 from headrace.v1 import common_pb2, inference_pb2
 
@@ -103,9 +103,9 @@ def to_outcome(o: inference_pb2.AbortOutcome) -> AbortOutcome:
     return AbortOutcome(o.request_id, _ABORT_RESULTS.get(o.result, AbortResult.NOT_FOUND))
 
 
-def to_record(r: inference_pb2.GetStatusResponse) -> RequestRecord:
+def to_record(r: inference_pb2.GetStatusResponse) -> StatusRecord:
     """A request's record."""
-    return RequestRecord(
+    return StatusRecord(
         request_id=r.request_id,
         state=r.state,
         epoch=r.epoch,
@@ -119,9 +119,9 @@ def to_record(r: inference_pb2.GetStatusResponse) -> RequestRecord:
     )
 
 
-def to_explanation(r: inference_pb2.ExplainResponse) -> Explanation:
+def to_explanation(r: inference_pb2.ExplainResponse) -> RequestHistory:
     """A request's timeline and sums."""
-    return Explanation(
+    return RequestHistory(
         request_id=r.request_id,
         events=tuple(map(_explain_event, r.events)),
         steps_waited_by_cause=dict(r.steps_waited_by_cause),
@@ -170,8 +170,8 @@ def _explain_event(e: inference_pb2.ExplainEvent) -> ExplainEvent:
     )
 
 
-def _worker(w: common_pb2.Worker) -> WorkerInfo:
-    return WorkerInfo(
+def _worker(w: common_pb2.Worker) -> WorkerStatus:
+    return WorkerStatus(
         worker_id=w.worker_id,
         model=w.model,
         role=common_pb2.WorkerRole.Name(w.role).removeprefix("WORKER_ROLE_").lower(),

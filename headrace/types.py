@@ -142,7 +142,7 @@ class AbortOutcome:
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class RequestRecord:
+class StatusRecord:
     """Where a request stands. Times are seconds since the epoch of Unix."""
 
     request_id: str
@@ -171,7 +171,7 @@ class ExplainEvent:
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Explanation:
+class RequestHistory:
     """Why a request got what it got."""
 
     request_id: str
@@ -200,7 +200,7 @@ class ModelInfo:
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class WorkerInfo:
+class WorkerStatus:
     """A gpuworker and its load."""
 
     worker_id: str
@@ -223,7 +223,7 @@ class WorkerInfo:
 class PoolInfo:
     """The workers, and what waits in and is out from the router that was asked."""
 
-    workers: tuple[WorkerInfo, ...]
+    workers: tuple[WorkerStatus, ...]
     num_queued: int
     num_in_flight: int
     num_paused: int

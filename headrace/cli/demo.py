@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING, Any
 import click
 
 from headrace.cli.exits import run
-from headrace.cli.progress import Steps
+from headrace.cli.progress import ProgressSteps
 from headrace.cli.serving import ended, make_config, model_options
 
 if TYPE_CHECKING:
@@ -29,12 +29,12 @@ def demo(prompt: str, max_tokens: int, **arguments: Any) -> None:
     The model is fetched at the first run; later runs start in seconds. Nothing is left behind but
     the fetched model.
     """
-    with Steps() as steps:
+    with ProgressSteps() as steps:
         config = make_config(arguments, steps)
         run(_demo(config, steps, prompt, max_tokens), otlp_endpoint=arguments["otlp_endpoint"])
 
 
-async def _demo(config: "LocalConfig", steps: Steps, prompt: str, max_tokens: int) -> None:
+async def _demo(config: "LocalConfig", steps: ProgressSteps, prompt: str, max_tokens: int) -> None:
     from headrace.cli.figures import Stopwatch
     from headrace.cli.printing import print_stream
     from headrace.client import ChatMessage, HeadraceClient, Sampling

@@ -12,7 +12,7 @@ _MEGABYTE = 1_000_000
 _CLEAR_LINE = "\r\x1b[K"
 
 
-class Steps:
+class ProgressSteps:
     """Shows steps one after the other, each with the time it took. Use it in `with`."""
 
     def __init__(self) -> None:

@@ -9,7 +9,7 @@ from headrace.cli.exits import Failure, run
 from headrace.cli.options import connection_options, json_option, open_client, print_json
 
 if TYPE_CHECKING:
-    from headrace.types import Explanation, RequestRecord
+    from headrace.types import RequestHistory, StatusRecord
 
 
 @click.command()
@@ -57,7 +57,7 @@ def status(request_id: str, as_json: bool, **arguments: Any) -> None:
       headrace status my-request --json | jq -r .state
     """
 
-    async def work() -> "RequestRecord":
+    async def work() -> "StatusRecord":
         async with open_client(arguments) as client:
             return await client.status(request_id)
 
@@ -89,7 +89,7 @@ def explain(request_id: str, as_json: bool, **arguments: Any) -> None:
       headrace explain my-request
     """
 
-    async def work() -> "Explanation":
+    async def work() -> "RequestHistory":
         async with open_client(arguments) as client:
             return await client.explain(request_id)
 

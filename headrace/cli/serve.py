@@ -10,7 +10,7 @@ from typing import TYPE_CHECKING, Any
 import click
 
 from headrace.cli.exits import Failure
-from headrace.cli.progress import Steps
+from headrace.cli.progress import ProgressSteps
 from headrace.cli.serving import ended, flags, make_config, model_options
 
 if TYPE_CHECKING:
@@ -96,7 +96,7 @@ def serve(
     }
     _check_free(host, port)
     seen = _seen_serving(serving | {"drain_timeout_s": drain_timeout_s}, config_file)
-    with Steps() as steps:
+    with ProgressSteps() as steps:
         config = make_config(
             arguments,
             steps,
@@ -170,7 +170,7 @@ def _caller_options(serving: "ServingConfig") -> str:
     return options
 
 
-async def _serve(config: "LocalConfig", steps: Steps, caller_options: str) -> None:
+async def _serve(config: "LocalConfig", steps: ProgressSteps, caller_options: str) -> None:
     from headrace.local import LocalError, local_pool
 
     ours = asyncio.current_task()

@@ -10,7 +10,7 @@ import click
 from headrace.cli.exits import Failure
 
 if TYPE_CHECKING:
-    from headrace.cli.progress import Steps
+    from headrace.cli.progress import ProgressSteps
     from headrace.local import LocalConfig, LocalError
 
 Command = TypeVar("Command", bound=Callable[..., Any])
@@ -71,7 +71,7 @@ def model_options(command: Command) -> Command:
 
 
 def make_config(
-    arguments: dict[str, Any], steps: "Steps", *, file: Path | None = None, **changed: Any
+    arguments: dict[str, Any], steps: "ProgressSteps", *, file: Path | None = None, **changed: Any
 ) -> "LocalConfig":
     """The services that the model options describe; the model is fetched if need be. Blocks.
 

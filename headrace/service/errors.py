@@ -28,7 +28,6 @@ _MAX_MESSAGE_BYTES = 1_000
 # What ends the process or a generator, and what ends a task: no failure of the work in it.
 _PROCESS_ENDS = (KeyboardInterrupt, SystemExit, GeneratorExit)
 CALL_ENDS = (*_PROCESS_ENDS, asyncio.CancelledError)
-_CODE_BY_NUMBER = {code.value[0]: code for code in grpc.StatusCode}
 
 
 class ServiceError(Exception):

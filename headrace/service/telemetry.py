@@ -84,10 +84,6 @@ class Telemetry:
     provider: "TracerProvider | None" = None
     server_interceptors: Sequence[grpc.aio.ServerInterceptor] = field(default=())
 
-    @property
-    def is_enabled(self) -> bool:
-        return self.provider is not None
-
     def shutdown(self) -> None:
         """Exports what is left, within seconds, and stops exporting. Blocks; call it last."""
         global _tracer  # noqa: PLW0603

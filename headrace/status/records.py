@@ -21,7 +21,7 @@ class Verdict(StrEnum):
 
 
 @dataclass(frozen=True, slots=True)
-class Outcome:
+class WriteOutcome:
     """A verdict, and what the record said before; state None: there was none, epoch 0."""
 
     verdict: Verdict

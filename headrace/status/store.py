@@ -29,7 +29,7 @@ from redis.exceptions import (
 
 from headrace.service.errors import ServiceError, unavailable
 from headrace.status import states
-from headrace.status.records import Outcome, Record, Update, Verdict
+from headrace.status.records import Record, Update, Verdict, WriteOutcome
 from headrace.status.states import State, Writer
 from headrace.status.write_behind import Batch, WriteBehind
 
@@ -182,11 +182,11 @@ class StatusStore:
             except (RedisError, OSError) as error:
                 raise _as_service_error(error) from error
 
-    async def apply(self, update: Update) -> Outcome:
+    async def apply(self, update: Update) -> WriteOutcome:
         """Compare-and-set now. ServiceError when the store is away; APPLIED if there is none."""
         self._check(update)
         if self._client is None:
-            return Outcome(Verdict.APPLIED, None, 0)
+            return WriteOutcome(Verdict.APPLIED, None, 0)
         try:
             (outcome,) = await self._evaluate([update])
         except (RedisError, OSError) as error:
@@ -237,7 +237,7 @@ class StatusStore:
             num_refused=sum(o.verdict in refused for o in outcomes),
         )
 
-    async def _evaluate(self, updates: Sequence[Update]) -> list[Outcome]:
+    async def _evaluate(self, updates: Sequence[Update]) -> list[WriteOutcome]:
         """Run the script for each request in a pipeline; ping the store when there is no update.
 
         Updates of one request are next to each other. One call for each request, since the keys of
@@ -266,9 +266,9 @@ def _argument(update: Update) -> tuple[str, int, str, list[str]]:
     return update.state, update.epoch, "" if born is None else str(born), values
 
 
-def _outcome(answer: str) -> Outcome:
+def _outcome(answer: str) -> WriteOutcome:
     verdict, epoch, state = answer.split(" ")
-    return Outcome(Verdict(verdict), State(state) if state else None, int(epoch))
+    return WriteOutcome(Verdict(verdict), State(state) if state else None, int(epoch))
 
 
 def _script(writer: Writer, ttl_ms: Callable[[State], int]) -> str:

@@ -4,7 +4,7 @@ import io
 
 import pytest
 
-from headrace.cli.progress import Steps
+from headrace.cli.progress import ProgressSteps
 from headrace.service.model_files import Progress
 
 
@@ -20,7 +20,7 @@ class Screen(io.StringIO):
 def show(monkeypatch, is_terminal, story):
     screen = Screen(is_terminal)
     monkeypatch.setattr("sys.stderr", screen)
-    with Steps() as steps:
+    with ProgressSteps() as steps:
         story(steps)
     return screen.getvalue()
 
@@ -63,6 +63,6 @@ def test_a_step_that_failed_is_not_called_done(monkeypatch):
 
     screen = Screen(True)
     monkeypatch.setattr("sys.stderr", screen)
-    with pytest.raises(KeyError), Steps() as steps:
+    with pytest.raises(KeyError), ProgressSteps() as steps:
         fail(steps)
     assert screen.getvalue().endswith("  loading m ...\n")

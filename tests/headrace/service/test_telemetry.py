@@ -178,7 +178,7 @@ def test_an_exception_marks_the_span_as_failed(receiver, traced):
 def test_without_an_endpoint_nothing_is_made_but_context_is_passed_on(monkeypatch):
     monkeypatch.delenv("OTEL_EXPORTER_OTLP_ENDPOINT", raising=False)
     off = telemetry.setup("test-service", "")
-    assert not off.is_enabled
+    assert off.provider is None
     assert not off.server_interceptors
     with telemetry.start_span("outer", CALLER):
         assert telemetry.current_traceparent() == CALLER
