@@ -4,10 +4,11 @@ import logging
 
 from headrace.vocabulary import RefusalReason
 from scheduler.core.plan import RequestStatus
-from scheduler.outbox import NotTaken, Outbox, Parcel
+from scheduler.outbox import RouterOutbox
 from scheduler.pool import Pool
 from scheduler.requests import Submission
 from scheduler.switchboard import Switchboard
+from scheduler.updates import NotTaken, RouterUpdate
 
 logger = logging.getLogger(__name__)
 
@@ -21,20 +22,20 @@ class RouterConnection:
         self.router_id = router_id
         self._switchboard = switchboard
         self._pool = pool
-        self._outbox = Outbox(max_waiting_tokens)
+        self._outbox = RouterOutbox(max_waiting_tokens)
         self._number = switchboard.open(self._outbox)
 
     def submit(self, submission: Submission) -> None:
         """Give a request to a worker, or answer why not."""
         engine = self._duplicate(submission) or self._pool.choose(submission)
         if isinstance(engine, NotTaken):
-            self._outbox.refuse(engine)
+            self.refuse(engine)
             return
         engine.submit(self._switchboard.add(self._number, submission, engine))
 
     def refuse(self, refusal: NotTaken) -> None:
         """Answer that a submission was not even understood."""
-        self._outbox.refuse(refusal)
+        self._switchboard.refuse(self._number, refusal)
 
     def cancel(self, handle: int, status: RequestStatus) -> None:
         """End a request; nothing happens if it has ended."""
@@ -48,13 +49,13 @@ class RouterConnection:
         if (request := self._switchboard.find(self._number, handle)) is not None:
             request.home.set_paused(request, is_paused=is_paused)
 
-    async def take(self) -> Parcel:
-        """What to send next; waits for it. See Outbox.take."""
+    async def take(self) -> RouterUpdate:
+        """What to send next; waits for it. See RouterOutbox.take."""
         return await self._outbox.take()
 
-    async def overflowed(self) -> None:
-        """Return once the router is too slow to be served. See Outbox.overflowed."""
-        await self._outbox.overflowed()
+    async def wait_overflow(self) -> None:
+        """Return once the router is too slow to be served. See RouterOutbox.wait_overflow."""
+        await self._outbox.wait_overflow()
 
     def finish(self) -> None:
         """Let `take` give what waits, then fail with OutboxClosedError."""

@@ -27,7 +27,8 @@ from scheduler.in_flight import InFlight
 from scheduler.inbox import Cancel, Inbox, Message, Pausing
 from scheduler.replay.recording import Recording
 from scheduler.requests import LiveRequest, Submission
-from scheduler.switchboard import Finish, Start, StepNews, Switchboard
+from scheduler.switchboard import Switchboard
+from scheduler.updates import FirstAdmission, RequestEnd
 from scheduler.worker import (
     Draining,
     WorkerDrainedError,
@@ -185,7 +186,8 @@ class Engine:
         token_ids = self._core.output_token_ids(request.key)
         if token_ids is None:
             facts = intake.unscheduled_end(request, RequestStatus.ERROR)
-            self._publish_finishes([self._finish(facts, "the scheduler failed in its last step")])
+            end = self._end(facts, "the scheduler failed in its last step")
+            self._switchboard.publish(ends=[end])
             return
         num_published = self._switchboard.requests.num_generated(request)
         request.generated_token_ids = token_ids[:num_published]
@@ -228,7 +230,7 @@ class Engine:
         self._publish_ends(plan.expired)
         for key in plan.preempted_keys:
             self._journal.preempted(self._requests[key])
-        started = self._note_admissions(plan.admissions) if plan.admissions else ()
+        admissions = self._note_admissions(plan.admissions) if plan.admissions else ()
         if not plan.is_worth_sending:
             self._is_worth_planning = False
             return
@@ -237,7 +239,7 @@ class Engine:
         if not self._in_flight:
             self._last_progress_s = asyncio.get_running_loop().time()
         keys = self._key_by_row[plan.rows]
-        self._in_flight.append(InFlight(plan, keys, started, span, self._asking_in(plan)))
+        self._in_flight.append(InFlight(plan, keys, admissions, span, self._asking_in(plan)))
         self._switchboard.bell.ring()
         await self._stream.send(
             plan,
@@ -267,22 +269,22 @@ class Engine:
             return {}
         return {row: self._asking[row] for row in plan.rows.tolist() if row in self._asking}
 
-    def _note_admissions(self, admissions: Sequence[Admission]) -> tuple[Start, ...]:
-        started = []
+    def _note_admissions(self, admissions: Sequence[Admission]) -> tuple[FirstAdmission, ...]:
+        first = []
         for admission in admissions:
             request = self._requests[admission.key]
             self._journal.admitted(request, admission.num_cached_tokens, self._info.worker_id)
             if not request.is_admitted:
                 request.is_admitted = True
-                started.append(
-                    Start(
+                first.append(
+                    FirstAdmission(
                         request,
                         admission.num_cached_tokens,
                         self._clock(),
                         self._info.worker_id,
                     )
                 )
-        return tuple(started)
+        return tuple(first)
 
     def _apply_result(self, result: WorkerResult) -> None:
         if not self._in_flight:
@@ -292,37 +294,30 @@ class Engine:
         if flight.span is not None:
             flight.span.end()
         output = self._core.update(result.step, self._clock())
-        details = flight.token_details(result, output, self._requests)
+        logprobs = flight.new_logprobs(result, output, self._requests)
         # A request cancelled while the worker ran has been reported as ended.
-        started = [start for start in flight.started if start.request.key in self._requests]
+        admissions = [a for a in flight.admissions if a.request.key in self._requests]
         failures = flight.failures(result)
-        finished = [self._finish(facts, failures.get(facts.key, "")) for facts in output.finished]
-        if len(output.keys) or finished or started:
+        ends = [self._end(facts, failures.get(facts.key, "")) for facts in output.finished]
+        if len(output.keys) or ends or admissions:
             self._switchboard.publish(
-                StepNews(
-                    keys=output.keys,
-                    num_new_tokens=output.num_new_tokens,
-                    token_ids=output.token_ids,
-                    draft_counts=flight.draft_counts(output),
-                    finished=finished,
-                    started=started,
-                    details=details,
-                )
+                output,
+                draft_counts=flight.draft_counts(output),
+                ends=ends,
+                admissions=admissions,
+                logprobs=logprobs,
             )
         self.num_steps += 1
         self._is_worth_planning = True
         self._last_progress_s = asyncio.get_running_loop().time()
 
     def _publish_ends(self, ended: Sequence[FinishedRequest]) -> None:
-        """Tell of requests that ended, and not by a result."""
+        """Tell the routers of requests that ended, and not by a result."""
         if ended:
-            self._publish_finishes([self._finish(facts) for facts in ended])
+            self._switchboard.publish(ends=[self._end(facts) for facts in ended])
 
-    def _publish_finishes(self, finished: Sequence[Finish]) -> None:
-        self._switchboard.publish(StepNews(finished=finished))
-
-    def _finish(self, facts: FinishedRequest, message: str = "") -> Finish:
-        return Finish(self._requests.pop(facts.key), facts, message)
+    def _end(self, facts: FinishedRequest, message: str = "") -> RequestEnd:
+        return RequestEnd(self._requests.pop(facts.key), facts, message)
 
     async def _wait(self) -> None:
         """Until something happened; a worker that gives no result in time is lost."""

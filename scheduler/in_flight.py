@@ -7,9 +7,8 @@ import numpy as np
 from opentelemetry.trace import Span
 
 from scheduler.core.plan import Int32Array, Int64Array, StepOutput, StepPlan, StepResult
-from scheduler.outbox import NO_DRAFTS
 from scheduler.requests import LiveRequest
-from scheduler.switchboard import Start, TokenDetails
+from scheduler.updates import NO_DRAFTS, FirstAdmission, NewLogprobs
 from scheduler.worker import RowLogprobs, WorkerInfo, WorkerLostError, WorkerResult
 
 
@@ -22,14 +21,14 @@ class InFlight:
     Args:
         plan: what was sent.
         keys: [num_reqs] the requests' keys, in the plan's order.
-        started: requests that the plan admitted for the first time.
+        admissions: requests that the plan admitted for the first time.
         span: ends with the result; None when not traced.
         asking: requests that want log probabilities, by row.
     """
 
     plan: StepPlan
     keys: Int64Array
-    started: tuple[Start, ...] = ()
+    admissions: tuple[FirstAdmission, ...] = ()
     span: Span | None = None
     asking: Mapping[int, LiveRequest] = field(default_factory=dict)
 
@@ -116,9 +115,9 @@ class InFlight:
         num_accepted = output.num_new_tokens - 1
         return np.stack((num_drafts, np.where(num_drafts > 0, num_accepted, 0)), axis=1)
 
-    def token_details(
+    def new_logprobs(
         self, result: WorkerResult, output: StepOutput, requests: Mapping[int, LiveRequest]
-    ) -> list[TokenDetails]:
+    ) -> list[NewLogprobs]:
         """Log probabilities of the tokens that were kept; `requests` are the live ones by key.
 
         Those of the prompt come in pieces, chunk by chunk; they are gathered in the request until
@@ -128,7 +127,7 @@ class InFlight:
             return []
         key_by_row = self._key_by_row()
         num_kept = dict(zip(output.keys.tolist(), output.num_new_tokens.tolist(), strict=True))
-        details = []
+        kept = []
         for entry in result.logprobs:
             request = requests.get(key_by_row[entry.row])
             if request is None:  # ended while the worker ran
@@ -140,8 +139,8 @@ class InFlight:
             prompt_tokens = tuple(request.prompt_logprobs)
             request.prompt_logprobs.clear()
             request.has_sent_prompt_logprobs = True
-            details.append(TokenDetails(request, entry.tokens[:num_tokens], prompt_tokens))
-        return details
+            kept.append(NewLogprobs(request, entry.tokens[:num_tokens], prompt_tokens))
+        return kept
 
     def _key_by_row(self) -> dict[int, int]:
         return dict(zip(self.plan.rows.tolist(), self.keys.tolist(), strict=True))

@@ -16,9 +16,9 @@ from scheduler.core.explain import Explanation
 from scheduler.core.plan import Int32Array, RequestStatus
 from scheduler.engine import Engine
 from scheduler.intake import unscheduled_end
-from scheduler.outbox import NotTaken
 from scheduler.requests import LiveRequest, Submission
-from scheduler.switchboard import Finish, StepNews, Switchboard
+from scheduler.switchboard import Switchboard
+from scheduler.updates import NotTaken, RequestEnd
 from scheduler.worker import (
     WorkerConnector,
     WorkerDrainedError,
@@ -344,7 +344,7 @@ class Pool:
 
     def _end(self, request: LiveRequest, status: RequestStatus, message: str) -> None:
         facts = unscheduled_end(request, status)
-        self._switchboard.publish(StepNews(finished=[Finish(request, facts, message)]))
+        self._switchboard.publish(ends=[RequestEnd(request, facts, message)])
 
 
 def _busyness(engine: Engine) -> tuple[float, int]:

@@ -1,82 +1,33 @@
-"""Sends the news of each step to the routers that wait for it.
+"""Distributes each step's output to the routers whose requests it concerns.
 
-One piece of news per router and step, built by selecting columns. Every request's end passes
-through here, once. Knows routers and handles, not workers.
+One update per router and step, made by selecting columns. Every request's end passes through here,
+once. Knows routers and handles, not workers.
 """
 
 import asyncio
 import contextlib
 from collections.abc import Sequence
-from dataclasses import dataclass, field
-from typing import Protocol, TypeVar
 
 import numpy as np
 
-from scheduler.core.plan import EMPTY_INT32, FinishedRequest, Int32Array, Int64Array
+from scheduler.core.plan import EMPTY_INT32, Int32Array, Int64Array, StepOutput
 from scheduler.journal import Journal
-from scheduler.outbox import NO_DRAFTS, Ending, FirstAdmission, HandleLogprobs, News, Outbox
+from scheduler.outbox import RouterOutbox
 from scheduler.requests import Home, LiveRequest, RequestTable, Submission
+from scheduler.updates import (
+    NO_DRAFTS,
+    FirstAdmission,
+    NewLogprobs,
+    NotTaken,
+    RequestEnd,
+    RouterUpdate,
+)
 
-EMPTY_INT64: Int64Array = np.empty(0, dtype=np.int64)
-
-
-@dataclass(frozen=True, slots=True)
-class Finish:
-    """A live request ended; message is for a person."""
-
-    request: LiveRequest
-    facts: FinishedRequest
-    message: str = ""
-
-    def for_router(self) -> Ending:
-        return Ending(
-            handle=self.request.submission.handle,
-            status=self.facts.status,
-            stop_token_id=self.facts.stop_token_id,
-            message=self.message,
-            num_preemptions=self.facts.num_preemptions,
-        )
-
-
-@dataclass(frozen=True, slots=True)
-class Start:
-    """A live request was admitted for the first time, at time_s since the epoch."""
-
-    request: LiveRequest
-    num_cached_tokens: int
-    time_s: float
-    worker_id: str
-
-    def for_router(self) -> FirstAdmission:
-        return FirstAdmission(
-            self.request.submission.handle, self.num_cached_tokens, self.time_s, self.worker_id
-        )
-
-
-@dataclass(frozen=True, slots=True)
-class TokenDetails:
-    """Log probabilities of a live request's new tokens; the items are the wire's."""
-
-    request: LiveRequest
-    tokens: Sequence[object]
-    prompt_tokens: Sequence[object]
-
-    def for_router(self) -> HandleLogprobs:
-        return HandleLogprobs(self.request.submission.handle, self.tokens, self.prompt_tokens)
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class StepNews:
-    """What happened to the requests of one worker; finished ones end after their tokens here."""
-
-    keys: Int64Array = field(default_factory=lambda: EMPTY_INT64)  # [num_requests]
-    num_new_tokens: Int32Array = field(default_factory=lambda: EMPTY_INT32)  # [num_requests]
-    token_ids: Int32Array = field(default_factory=lambda: EMPTY_INT32)  # [sum(num_new_tokens)]
-    # [num_requests, 2] drafts verified and accepted, or [0, 2] when nobody had any.
-    draft_counts: Int32Array = field(default_factory=lambda: NO_DRAFTS)
-    finished: Sequence[Finish] = ()
-    started: Sequence[Start] = ()
-    details: Sequence[TokenDetails] = ()
+_EMPTY_INT64: Int64Array = np.empty(0, dtype=np.int64)
+# Of no step.
+NO_OUTPUT = StepOutput(
+    step_id=0, keys=_EMPTY_INT64, num_new_tokens=EMPTY_INT32, token_ids=EMPTY_INT32, finished=()
+)
 
 
 class Bell:
@@ -110,11 +61,11 @@ class Switchboard:
         self.requests = RequestTable()
         self.bell = Bell()
         self.journal = journal
-        self._outboxes: dict[int, Outbox] = {}
+        self._outboxes: dict[int, RouterOutbox] = {}
         self._by_handle: dict[int, dict[int, LiveRequest]] = {}
         self._num_opened = 0
 
-    def open(self, outbox: Outbox) -> int:
+    def open(self, outbox: RouterOutbox) -> int:
         """Take a router in; its number is never given again."""
         self._num_opened += 1
         self._outboxes[self._num_opened] = outbox
@@ -136,65 +87,74 @@ class Switchboard:
         """The live request that a router means by a handle."""
         return self._by_handle[connection].get(handle)
 
-    def publish(self, news: StepNews) -> None:
-        """Send a step's news to whom it concerns, then forget the requests that ended."""
-        self.requests.count_tokens(news.keys, news.num_new_tokens)
-        connections, handles = self.requests.routes(news.keys)
-        concerned = _connections_of(connections, news)
+    def refuse(self, connection: int, refusal: NotTaken) -> None:
+        """Tell a router that a submission was not taken."""
+        self._outboxes[connection].push(RouterUpdate(refusals=(refusal,)))
+
+    def publish(
+        self,
+        output: StepOutput = NO_OUTPUT,
+        *,
+        draft_counts: Int32Array = NO_DRAFTS,
+        ends: Sequence[RequestEnd] = (),
+        admissions: Sequence[FirstAdmission] = (),
+        logprobs: Sequence[NewLogprobs] = (),
+    ) -> None:
+        """Tell each router what a step brought for its requests; forget the requests that ended.
+
+        Args:
+            output: tokens by request; its `finished` are in `ends`.
+            draft_counts: [num_outputs, 2] drafts verified and accepted, or [0, 2] for none.
+            ends: requests that ended, after their tokens in `output`.
+            admissions: requests that were admitted for the first time.
+            logprobs: of the tokens in `output`.
+        """
+        keys, num_new_tokens = output.keys, output.num_new_tokens
+        self.requests.count_tokens(keys, num_new_tokens)
+        connections, handles = self.requests.routes(keys)
+        concerned = _connections_of(connections, ends, admissions)
         for connection in concerned:
             if (outbox := self._outboxes.get(connection)) is None:
                 continue
-            draft_counts = news.draft_counts
-            if len(concerned) == 1:
-                columns = handles, news.num_new_tokens, news.token_ids
-            else:
+            columns = handles, num_new_tokens, output.token_ids, draft_counts
+            if len(concerned) > 1:
                 mine = connections == connection  # [num_requests]
-                mine_by_token = np.repeat(mine, news.num_new_tokens)
-                columns = handles[mine], news.num_new_tokens[mine], news.token_ids[mine_by_token]
-                draft_counts = draft_counts[mine] if len(draft_counts) else draft_counts
+                mine_by_token = np.repeat(mine, num_new_tokens)
+                columns = (
+                    handles[mine],
+                    num_new_tokens[mine],
+                    output.token_ids[mine_by_token],
+                    draft_counts[mine] if len(draft_counts) else draft_counts,
+                )
             outbox.push(
-                News(
+                RouterUpdate(
                     handles=columns[0],
                     num_new_tokens=columns[1],
                     token_ids=columns[2],
-                    draft_counts=draft_counts,
-                    finished=_for_router(connection, news.finished),
-                    admitted=_for_router(connection, news.started),
-                    logprobs=_for_router(connection, news.details),
+                    draft_counts=columns[3],
+                    ends=tuple(e for e in ends if e.request.connection == connection),
+                    admissions=tuple(a for a in admissions if a.request.connection == connection),
+                    logprobs=tuple(p for p in logprobs if p.request.connection == connection),
                 )
             )
-        for finish in news.finished:
-            self._forget(finish)
+        for end in ends:
+            self._forget(end)
         self.bell.ring()
 
-    def _forget(self, finish: Finish) -> None:
-        request = finish.request
+    def _forget(self, end: RequestEnd) -> None:
+        request = end.request
         num_generated = self.requests.num_generated(request)
-        self.journal.finished(request, finish.facts, finish.message, num_generated)
+        self.journal.finished(request, end.facts, end.message, num_generated)
         self.requests.remove(request)
         if (by_handle := self._by_handle.get(request.connection)) is not None:
             del by_handle[request.submission.handle]
 
 
-ForRouter_co = TypeVar("ForRouter_co", covariant=True)
-
-
-class _Item(Protocol[ForRouter_co]):
-    """Something about one live request."""
-
-    @property
-    def request(self) -> LiveRequest: ...
-
-    def for_router(self) -> ForRouter_co: ...
-
-
-def _for_router(connection: int, items: Sequence[_Item[ForRouter_co]]) -> tuple[ForRouter_co, ...]:
-    return tuple(item.for_router() for item in items if item.request.connection == connection)
-
-
-def _connections_of(connections: Int32Array, news: StepNews) -> set[int]:
-    concerned = {finish.request.connection for finish in news.finished}
-    concerned.update(start.request.connection for start in news.started)
+def _connections_of(
+    connections: Int32Array, ends: Sequence[RequestEnd], admissions: Sequence[FirstAdmission]
+) -> set[int]:
+    concerned = {end.request.connection for end in ends}
+    concerned.update(admission.request.connection for admission in admissions)
     if len(connections):
         first = int(connections[0])
         concerned.add(first)

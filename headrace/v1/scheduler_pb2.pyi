@@ -346,7 +346,9 @@ class StepUpdate(_message.Message):
 
     @_builtins.property
     def logprobs(self) -> _containers.RepeatedCompositeFieldContainer[Global___RequestLogprobs]:
-        """Only for requests that asked for them: one per new token, in the order of token_ids."""
+        """Only for requests that asked for them: one per new token, in the order of token_ids. A request
+        may have several entries, one for each step.
+        """
 
     def __init__(
         self,

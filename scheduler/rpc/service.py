@@ -11,10 +11,11 @@ from headrace.service.handlers import write
 from headrace.v1 import inference_pb2, scheduler_pb2, scheduler_pb2_grpc
 from headrace.vocabulary import RefusalReason
 from scheduler.connection import RouterConnection
-from scheduler.outbox import NotTaken, OutboxClosedError
+from scheduler.outbox import OutboxClosedError
 from scheduler.pool import Pool
 from scheduler.rpc import wire
 from scheduler.switchboard import Switchboard
+from scheduler.updates import NotTaken
 
 FULL_NAME = "headrace.v1.Scheduler"
 
@@ -120,7 +121,7 @@ async def _write_news(connection: RouterConnection, context: Context) -> None:
 
 
 async def _fail_when_too_slow(connection: RouterConnection) -> None:
-    await connection.overflowed()
+    await connection.wait_overflow()
     raise exhausted(
         "ROUTER_TOO_SLOW", "the router reads slower than its tokens come; they were dropped"
     )

@@ -21,9 +21,9 @@ from headrace.v1 import common_pb2, gpuworker_pb2, inference_pb2, scheduler_pb2
 from headrace.vocabulary import CancelReason, FinishReason, WorkerRole
 from scheduler.core.explain import Explanation
 from scheduler.core.plan import Int32Array, RequestStatus, StepPlan, StepResult
-from scheduler.outbox import Ending, News, Parcel
 from scheduler.pool import WorkerLoad
 from scheduler.requests import Submission
+from scheduler.updates import RequestEnd, RouterUpdate
 from scheduler.worker import RowLogprobs, WorkerInfo, WorkerResult
 
 # One of several completions carries its number: "id#0".
@@ -127,10 +127,11 @@ def status_of_cancellation(message: scheduler_pb2.Cancellation) -> RequestStatus
             assert_never(never)
 
 
-def scheduler_message(parcel: Parcel) -> scheduler_pb2.SchedulerMessage:
-    """What is sent to a router in one go."""
+def scheduler_message(update: RouterUpdate) -> scheduler_pb2.SchedulerMessage:
+    """What is sent to a router in one message."""
+    has_step = len(update.handles) or update.ends or update.admissions
     return scheduler_pb2.SchedulerMessage(
-        step_update=_step_update(parcel.news) if parcel.news is not None else None,
+        step_update=_step_update(update) if has_step else None,
         refusals=[
             scheduler_pb2.Refusal(
                 handle=refusal.handle,
@@ -138,7 +139,7 @@ def scheduler_message(parcel: Parcel) -> scheduler_pb2.SchedulerMessage:
                 message=refusal.message,
                 field=refusal.field,
             )
-            for refusal in parcel.refusals
+            for refusal in update.refusals
         ],
     )
 
@@ -296,40 +297,40 @@ def _worker(load: WorkerLoad) -> common_pb2.Worker:
     )
 
 
-def _step_update(news: News) -> scheduler_pb2.StepUpdate:
+def _step_update(update: RouterUpdate) -> scheduler_pb2.StepUpdate:
     return scheduler_pb2.StepUpdate(
-        handles=pack_uint32(news.handles),
-        num_new_tokens=pack_int32(news.num_new_tokens),
-        token_ids=pack_int32(news.token_ids),
-        draft_counts=pack_int32(news.draft_counts),
-        finished=[_finished(ending) for ending in news.finished],
+        handles=pack_uint32(update.handles),
+        num_new_tokens=pack_int32(update.num_new_tokens),
+        token_ids=pack_int32(update.token_ids),
+        draft_counts=pack_int32(update.draft_counts),
+        finished=[_finished(end) for end in update.ends],
         admitted=[
             scheduler_pb2.Admitted(
-                handle=start.handle,
-                num_cached_tokens=start.num_cached_tokens,
-                time_unix_s=start.time_s,
-                worker_id=start.worker_id,
+                handle=admission.request.submission.handle,
+                num_cached_tokens=admission.num_cached_tokens,
+                time_unix_s=admission.time_s,
+                worker_id=admission.worker_id,
             )
-            for start in news.admitted
+            for admission in update.admissions
         ],
         logprobs=[
             scheduler_pb2.RequestLogprobs(
-                handle=entry.handle,
+                handle=entry.request.submission.handle,
                 tokens=cast("Sequence[common_pb2.TokenLogprobs]", entry.tokens),
                 prompt_tokens=cast("Sequence[common_pb2.TokenLogprobs]", entry.prompt_tokens),
             )
-            for entry in news.logprobs
+            for entry in update.logprobs
         ],
     )
 
 
-def _finished(ending: Ending) -> scheduler_pb2.Finished:
+def _finished(end: RequestEnd) -> scheduler_pb2.Finished:
     return scheduler_pb2.Finished(
-        handle=ending.handle,
-        reason=FINISH_REASON.number(_FINISH_REASON_BY_STATUS[ending.status]),
-        stop_token_id=ending.stop_token_id,
-        message=ending.message,
-        num_preemptions=ending.num_preemptions,
+        handle=end.request.submission.handle,
+        reason=FINISH_REASON.number(_FINISH_REASON_BY_STATUS[end.facts.status]),
+        stop_token_id=end.facts.stop_token_id,
+        message=end.message,
+        num_preemptions=end.facts.num_preemptions,
     )
 
 

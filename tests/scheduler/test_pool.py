@@ -55,7 +55,8 @@ class Panic(BaseException):
     [
         ("scheduler.rpc.gpuworker_client.GpuWorkerClient.describe", False),
         ("scheduler.pool.Pool._start", False),
-        ("scheduler.engine.Engine._plan_step", True),
+        # An engine plans once before any request comes.
+        ("scheduler.engine.Engine._plan_step", False),
         ("scheduler.engine.Engine._apply_result", True),
         ("scheduler.rpc.gpuworker_client.ExecuteStream.receive", False),
     ],

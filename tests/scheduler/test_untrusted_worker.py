@@ -180,7 +180,7 @@ async def test_a_step_that_fails_here_is_computed_again(monkeypatch):
         ending, lasting = await router.submit_all([(PROMPTS[0], 4), (PROMPTS[1], 9)])
         await worker.release(3)
         await worker.step_begun(4)
-        monkeypatch.setattr(InFlight, "token_details", fail)
+        monkeypatch.setattr(InFlight, "new_logprobs", fail)
         await worker.release()
         tokens = await router.finished(ending, lasting)
     assert tokens == [expected_tokens(PROMPTS[0], 3), expected_tokens(PROMPTS[1], 9)]

@@ -7,9 +7,10 @@ from headrace.service.columns import pack_int32
 from headrace.service.errors import ServiceError
 from headrace.v1 import common_pb2, gpuworker_pb2, scheduler_pb2
 from headrace.vocabulary import RefusalReason, WorkerRole
-from scheduler.core.plan import RequestStatus
-from scheduler.outbox import Ending, FirstAdmission, News, NotTaken, Parcel
+from scheduler.core.plan import FinishedRequest, RequestStatus
 from scheduler.rpc import wire
+from scheduler.updates import FirstAdmission, NotTaken, RequestEnd, RouterUpdate
+from tests.scheduler.test_updates import live_request
 
 
 def column(*values: int) -> bytes:
@@ -84,8 +85,10 @@ def test_a_worker_of_a_later_version_may_have_a_role_of_its_own():
 def test_every_final_status_has_a_reason_on_the_wire():
     for status in RequestStatus:
         if status.is_finished:
-            ending = Ending(handle=1, status=status, message="m", num_preemptions=2)
-            message = wire.scheduler_message(Parcel(News(finished=(ending,)), ()))
+            request = live_request(1)
+            facts = FinishedRequest(request.key, "r1", status, None, num_preemptions=2)
+            end = RequestEnd(request, facts, "m")
+            message = wire.scheduler_message(RouterUpdate(ends=(end,)))
             (finished,) = message.step_update.finished
             assert finished.reason != common_pb2.FINISH_REASON_UNSPECIFIED
             assert (finished.message, finished.num_preemptions) == ("m", 2)
@@ -93,19 +96,20 @@ def test_every_final_status_has_a_reason_on_the_wire():
 
 
 def test_refusals_alone_make_no_step_update():
-    message = wire.scheduler_message(Parcel(None, (NotTaken(3, RefusalReason.NO_WORKER, "none"),)))
+    refusals = (NotTaken(3, RefusalReason.NO_WORKER, "none"),)
+    message = wire.scheduler_message(RouterUpdate(refusals=refusals))
     assert not message.HasField("step_update")
     assert message.refusals[0].reason == scheduler_pb2.REFUSAL_REASON_NO_WORKER
 
 
 def test_columns_are_little_endian_whatever_the_machine():
-    news = News(
+    both = RouterUpdate(
         handles=np.array([1, 2**31], dtype=np.uint32),
         num_new_tokens=np.array([1, 1], dtype=np.int32),
         token_ids=np.array([258, 7], dtype=np.int32),
-        admitted=(FirstAdmission(1, 16, 5.0, "w"),),
+        admissions=(FirstAdmission(live_request(1), 16, 5.0, "w"),),
     )
-    update = wire.scheduler_message(Parcel(news, ())).step_update
+    update = wire.scheduler_message(both).step_update
     assert update.handles == b"\x01\0\0\0\0\0\0\x80"
     assert update.token_ids == b"\x02\x01\0\0\x07\0\0\0"
     assert update.admitted[0].num_cached_tokens == 16
