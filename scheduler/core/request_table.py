@@ -111,8 +111,8 @@ class RequestTable:
         return row
 
     def mark_long(self, row: int) -> None:
-        """Limit a row's prefill to the share of long ones."""
-        self.is_long[row] = True
+        """Limit a row's prefill, which takes several steps, to the share of long ones."""
+        self.is_long[row] = self.is_prefill_chunk[row] = True
         self.num_long += 1
 
     def vacate(self, row: int) -> None:

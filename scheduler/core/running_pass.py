@@ -118,6 +118,21 @@ class RunningPass:
         """[num_rows] whether each is within a long prefill."""
         return self._table.is_long[rows] & self._table.is_prefill_chunk[rows]
 
+    def _long_prefills(self, rows: IntpArray) -> IntpArray:
+        """[num_long] places of rows within a long prefill, in the order in which they are served.
+
+        That is the running order, or the policy's where it can compare running requests.
+        """
+        places, policy, table = (
+            self._is_long_prefill(rows).nonzero()[0],
+            self._state.policy,
+            self._table,
+        )
+        if not policy.merges_queues or len(places) < 2:
+            return places
+        ranks = [policy.rank(table.request(row), 0) for row in rows[places].tolist()]
+        return places[sorted(range(len(places)), key=ranks.__getitem__)]
+
     def _note_held(self, batch: StepBatch) -> None:
         """Count the step for requests whose long prefill got nothing in it."""
         rows = self._table.running_rows
@@ -152,7 +167,7 @@ class RunningPass:
         if batch.is_deferring_prefills:
             wanted[table.is_prefill_chunk[rows]] = 0
         if table.num_long:
-            places = self._is_long_prefill(rows).nonzero()[0]
+            places = self._long_prefills(rows)
             long = wanted[places]
             before = np.cumsum(long) - long
             wanted[places] = np.clip(batch.long_budget - before, 0, long)

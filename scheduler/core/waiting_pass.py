@@ -9,6 +9,7 @@ from dataclasses import dataclass
 
 from scheduler.core.batch import StepBatch
 from scheduler.core.kv_cache import PrefixHit
+from scheduler.core.long_prefills import may_serve_held, outranks_long_prefills
 from scheduler.core.plan import (
     Admission,
     PassedOver,
@@ -53,7 +54,9 @@ class WaitingPass:
             return
         batch.end_running_pass()
         skipped: list[Request] = []
-        while (queue := queues.next_queue(with_held=batch.long_budget > 0)) is not None:
+        while (
+            queue := queues.next_queue(with_held=may_serve_held(self._state, batch.long_budget))
+        ) is not None:
             full = self._full(batch)
             request = queue.head()
             if full is not None and not self._policy.displaces:
@@ -204,7 +207,10 @@ class WaitingPass:
         if is_long:
             num_new = min(config.long_prefill_token_threshold, batch.long_budget)
             if num_new <= 0:
-                return _passed_over(request, WaitReason.LONG_PREFILLS)
+                if not outranks_long_prefills(self._state, request):
+                    return _passed_over(request, WaitReason.LONG_PREFILLS)
+                # One token admits it, and from the next step on it is served before the others.
+                num_new = 1
         # Without chunked prefill, a request longer than a whole budget would wait for ever, so it
         # is chunked all the same.
         is_whole = not config.enable_chunked_prefill and num_new <= config.max_num_batched_tokens

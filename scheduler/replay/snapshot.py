@@ -152,9 +152,9 @@ def _restore_row(state: SchedulerState, request: Request, record: Record) -> Non
     table.block_table[row, :num_blocks] = record["blocks"]
     table.num_blocks[row] = num_blocks
     table.num_registered[row] = record["num_registered"]
-    table.is_prefill_chunk[row] = record["is_prefill_chunk"]
     if record.get("is_long"):
         table.mark_long(row)
+    table.is_prefill_chunk[row] = record["is_prefill_chunk"]
     request.history.admitted(state.step_id, state.now, record["num_computed"], is_resumed=True)
     state.kv.set_events(row)
 

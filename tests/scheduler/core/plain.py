@@ -83,9 +83,27 @@ class PlainRunningPass(RunningPass):
         num_new = num_known - num_computed
         if 0 < config.long_prefill_token_threshold < num_new:
             num_new = config.long_prefill_token_threshold
+        num_new = min(num_new, config.max_model_len - 1 - num_computed)
         if table.is_long[row] and table.is_prefill_chunk[row]:
-            num_new = min(num_new, batch.long_budget)
-        return min(num_new, batch.budget, config.max_model_len - 1 - num_computed)
+            num_new = min(num_new, batch.long_budget - self.num_for_others(batch, row))
+        return min(num_new, batch.budget)
+
+    def num_for_others(self, batch: StepBatch, row: int) -> int:
+        """What long prefills behind a row in the running order get before it."""
+        table, policy = self.state.table, self.state.policy
+        if not policy.merges_queues:
+            return 0
+        total = 0
+        rank = policy.rank(table.request(row), 0)
+        order = table.running_rows.tolist()
+        for other in order[order.index(row) + 1 :]:
+            is_long = table.is_long[other] and table.is_prefill_chunk[other]
+            if is_long and policy.rank(table.request(other), 0) < rank:
+                unlimited = StepBatch(0, 0.0, 2**30)
+                unlimited.long_budget = 2**30
+                unlimited.is_deferring_prefills = batch.is_deferring_prefills
+                total += max(self.num_new(unlimited, other), 0)
+        return total
 
 
 class PlainUpdate(OutputUpdate):

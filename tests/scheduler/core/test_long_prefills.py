@@ -134,6 +134,18 @@ def test_the_more_urgent_of_held_and_waiting_prompts_goes_first(make_core: MakeC
     assert admitted.index(9) < admitted.index(3)
 
 
+@pytest.mark.parametrize("policy", ["priority", "preemptive_priority"])
+def test_a_more_urgent_long_prompt_is_served_before_those_that_run(
+    make_core: MakeCore, policy: str
+) -> None:
+    driver = Driver(make_core(**LIMITS, policy=policy))
+    driver.add(new_request(0, LONG, priority=5), new_request(1, LONG, priority=5))
+    driver.steps(3)
+    driver.add(new_request(2, 2000, priority=1), new_request(3, 2000, priority=2))
+    assert steps_to_first_token(driver, 2) <= 2 + math.ceil(2000 / (BUDGET // 2 - 1))
+    assert steps_to_first_token(driver, 3) <= 1 + math.ceil(2000 / (BUDGET // 2 - 2))
+
+
 def test_a_held_prompt_can_be_aborted_paused_and_found(make_core: MakeCore) -> None:
     core = make_core(**LIMITS)
     driver = Driver(core)
