@@ -51,7 +51,7 @@ _CALL_TIMEOUT_S = 15.0
 class HeadraceClient:
     """Calls one router, or any of several behind one address. Owns its channel.
 
-    Use it in `async with`, in one event loop; it is safe to share between that loop's tasks.
+    Use a client in `async with`, in one event loop; tasks of that loop can share it.
     """
 
     def __init__(self, target: str, config: ChannelConfig | None = None) -> None:
@@ -96,7 +96,7 @@ class HeadraceClient:
                 chat template.
             model: may be empty where one model is served.
             sampling: None is the server's defaults.
-            request_id: your own, to abort, resume or ask about it; empty: one is made.
+            request_id: to abort the request or ask about it; empty: a new id.
             priority: smaller is more urgent.
             tenant: the account that the request is billed to and scheduled fairly with.
             deadline_s: seconds from now after which the request ends with reason DEADLINE.
@@ -148,12 +148,12 @@ class HeadraceClient:
         return [messages.to_outcome(outcome) for outcome in response.outcomes]
 
     async def status(self, request_id: str) -> StatusRecord:
-        """Where a request stands; ServiceError NOT_FOUND when nothing is known of it."""
+        """The state of a request; ServiceError NOT_FOUND when the store has no record of it."""
         request = inference_pb2.GetStatusRequest(request_id=request_id)
         return messages.to_record(await self._call("GetStatus", request))
 
     async def explain(self, request_id: str) -> RequestHistory:
-        """Why a request, running or recently finished, got what it got."""
+        """The scheduling history of a request that runs or finished recently."""
         request = inference_pb2.ExplainRequest(request_id=request_id)
         return messages.to_explanation(await self._call("Explain", request))
 
@@ -167,7 +167,7 @@ class HeadraceClient:
         return messages.to_pool(await self._call("GetPool", inference_pb2.GetPoolRequest()))
 
     async def _call(self, method: str, request: Any) -> Any:
-        """One unary call, its errors mapped; part of the caller's trace, but it begins none."""
+        """One unary call, with errors mapped; part of the caller's trace if there is one."""
         name = f"{_SERVICE}/{method}"
         is_traced = bool(telemetry.current_traceparent())
         spanned = telemetry.start_span(name, kind=SpanKind.CLIENT) if is_traced else nullcontext()
@@ -177,7 +177,7 @@ class HeadraceClient:
             )
 
     async def _stream(self, method: str, request: Any) -> AsyncGenerator[Delta, None]:
-        """One streaming call, traced, its errors mapped, cancelled when we leave."""
+        """One streaming call, traced, with errors mapped; cancelled when the consumer stops."""
         # Not made current: a generator shares its consumer's context between two yields.
         span = telemetry.begin_span(f"{_SERVICE}/{method}", kind=SpanKind.CLIENT)
         call = getattr(self._stub, method)(request, metadata=telemetry.outgoing_metadata(span))
@@ -202,13 +202,13 @@ class HeadraceClient:
         except grpc.aio.AioRpcError as error:
             mapped = from_rpc_error(error)
             if mapped.reason == grpc.StatusCode.UNAVAILABLE.name:
-                # No reason of ours: nobody of ours has answered.
+                # Without a reason of Headrace, no service of Headrace has answered.
                 why = connect_failure(mapped.message)
                 text = f"cannot reach a Headrace router at {self._target}: {why}"
                 mapped = ServiceError(grpc.StatusCode.UNAVAILABLE, "UNREACHABLE", text)
             raise mapped from error
         except asyncio.CancelledError:
-            # grpc.aio raises this too when it is the server that ends a call as CANCELLED.
+            # grpc.aio raises this also when the server ends a call as CANCELLED.
             task = asyncio.current_task()
             if task is not None and task.cancelling():
                 raise
@@ -217,7 +217,7 @@ class HeadraceClient:
 
 
 def new_request_id() -> str:
-    """An id that nobody else has."""
+    """A new, random id."""
     return uuid.uuid4().hex
 
 

@@ -28,14 +28,14 @@ _POLL_S = 0.1
 _NUM_LAST_LINES = 15
 _MAX_LINE_BYTES = 1 << 20
 _LAST_WORDS_S = 1.0
-# Beyond a service's own drain: to close its streams, its store and its traces.
+# Beyond a service's drain: to close its streams, flush its store and export its traces.
 _STOP_SLACK_S = 8.0
 
 
 class LocalError(RuntimeError):
-    """A service did not start or did not stay; its last words are in the message.
+    """A service did not start or ended by itself; the message has the last lines of its log.
 
-    summary is the message without them (last_lines), for those who have shown its log already.
+    summary is the message without these lines, for callers that have shown the log already.
     """
 
     def __init__(self, summary: str, last_lines: Sequence[str] = ()) -> None:
@@ -46,7 +46,7 @@ class LocalError(RuntimeError):
 
 
 def _programs() -> dict[str, tuple[str, ...]]:
-    # -P: a file router.py in the current folder must not be taken for ours.
+    # -P: a file router.py in the current folder must not be imported instead of the package.
     return {
         name: (sys.executable, "-P", "-m", name) for name in ("gpuworker", "scheduler", "router")
     }
@@ -56,9 +56,9 @@ def _programs() -> dict[str, tuple[str, ...]]:
 class LocalConfig:
     """What to run.
 
-    store_url None is an embedded store, whose records are kept in data_dir if that is given; ""
-    is none. shared_flags go to all services, the others to theirs. channel is how the router is
-    reached, for asking whether it is ready; None: it cannot be asked (it wants a certificate).
+    store_url None starts an embedded store, which keeps its records in data_dir if that is given;
+    "" is no store. shared_flags go to all services. channel is for asking the router whether it is
+    ready; with None the router is not asked, because it wants a client certificate.
     """
 
     model_path: Path
@@ -77,10 +77,7 @@ class LocalConfig:
 
 
 class Child:
-    """One service process; its log lines go to `log` and the last ones are remembered.
-
-    What it says of its progress goes to `tell`.
-    """
+    """One service process. Its log goes to `log`, what it reports of its progress to `tell`."""
 
     def __init__(self, name: str, tell: Tell, log: Tell) -> None:
         self.name = name
@@ -98,7 +95,7 @@ class Child:
             stdout=asyncio.subprocess.PIPE,
             stderr=asyncio.subprocess.STDOUT,
             env=dict(environment),
-            # Ctrl-C in the terminal is ours to act on: callers are stopped before callees.
+            # Ctrl-C goes to this process alone, which stops callers before callees.
             start_new_session=True,
             limit=_MAX_LINE_BYTES,
         )
@@ -109,7 +106,7 @@ class Child:
         while True:
             try:
                 line = await process.stdout.readline()
-            except ValueError:  # longer than _MAX_LINE_BYTES; it is dropped
+            except ValueError:  # longer than _MAX_LINE_BYTES; the line is dropped
                 continue
             if not line:
                 return
@@ -121,7 +118,7 @@ class Child:
             self._log(f"[{self.name}] {text}")
 
     async def ended(self) -> LocalError:
-        """Waits for its end, and says what it was."""
+        """Waits until the process ends; how it ended."""
         assert self._process is not None, "started"
         code = await self._process.wait()
         await self._read_out()
@@ -129,7 +126,7 @@ class Child:
         return LocalError(f"{self.name} {how}", self._last_lines)
 
     async def stop(self, timeout_s: float) -> None:
-        """Asks it to end and waits; kills it when that takes too long."""
+        """Sends SIGTERM and waits; kills the process when that takes too long."""
         process = self._process
         if process is None:
             return
@@ -144,7 +141,7 @@ class Child:
                 process.kill()
             await process.wait()
         finally:
-            # Cancelled while waiting: nothing may be left all the same.
+            # Also when cancelled while waiting: no process may be left.
             if process.returncode is None:
                 process.kill()
         await self._read_out()
@@ -156,7 +153,7 @@ class Child:
 
 
 class LocalPool:
-    """The running services. `address` is the router's, `children` are in order of start."""
+    """The running services. `address` is the router's; `children` are in order of start."""
 
     def __init__(self, address: str, children: Sequence[Child]) -> None:
         self.address = address
@@ -242,9 +239,9 @@ class _Start:
         return address
 
     async def _store(self) -> dict[str, str]:
-        """Starts a store if need be; what the services must find in their environment.
+        """Starts a store if one is wanted; the environment that tells services its URL.
 
-        Not flags: a URL may hold a password, and flags can be read by everybody.
+        Not flags: a URL can hold a password, and every user of the machine can read flags.
         """
         url = self._config.store_url
         if url is None:
@@ -265,9 +262,10 @@ class _Start:
         *,
         listen: str = "",
     ) -> str:
-        """Starts one service; its end comes before that of those started earlier.
+        """Starts one service, to be stopped before the services that were started earlier.
 
-        Without `listen` only this user's processes reach it: its socket is in our private folder.
+        Without `listen` the service listens on a socket in the private folder, which only
+        processes of this user can reach.
         """
         config = self._config
         listen = listen or f"unix:{self._folder / name}.sock"
@@ -280,7 +278,7 @@ class _Start:
             *config.shared_flags,
             *flags,
         ]
-        # The services lie beside us, installed or not.
+        # The packages of the services lie beside this one, installed or not.
         beside = str(Path(__file__).parents[1])
         path = os.pathsep.join(filter(None, [os.environ.get("PYTHONPATH"), beside]))
         ours = {"PYTHONPATH": path, progress.VARIABLE: "1"}
@@ -289,7 +287,7 @@ class _Start:
         return name
 
     async def _address(self, name: str) -> str:
-        """Where a service listens, once it does."""
+        """The address of a service, once it listens."""
         file = self._folder / name
 
         async def written() -> str:

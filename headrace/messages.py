@@ -1,4 +1,4 @@
-"""What the client's types are on the wire, both ways."""
+"""Converts the client's types to messages and back."""
 
 import contextlib
 from collections.abc import Iterable, Iterator, Sequence
@@ -32,7 +32,7 @@ _ABORT_RESULTS = {
 
 
 def set_prompt(request: inference_pb2.GenerateRequest, prompt: Prompt) -> None:
-    """Text, a conversation or token ids; each has a field of its own."""
+    """Sets the field for the prompt's form: text, chat messages or token ids."""
     if isinstance(prompt, str):
         request.text = prompt
     elif prompt and isinstance(prompt[0], ChatMessage):

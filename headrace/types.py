@@ -53,7 +53,7 @@ class Sampling:
     prompt_logprobs: int | None = None
 
     def __post_init__(self) -> None:
-        # A string is a sequence of its letters, which nobody means.
+        # A string is a sequence of its letters, which is never meant.
         for name in ("stop", "bad_words"):
             if isinstance(value := getattr(self, name), str):
                 object.__setattr__(self, name, (value,))
@@ -172,7 +172,7 @@ class ExplainEvent:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class RequestHistory:
-    """Why a request got what it got."""
+    """The scheduling history of a request."""
 
     request_id: str
     events: tuple[ExplainEvent, ...]

@@ -1,6 +1,6 @@
-"""Words that more than one part of Headrace uses; each is defined here and nowhere else.
+"""Enums that more than one part of Headrace uses.
 
-Pure, so that cores import it. `headrace.service.protocol` has the numbers they have on the wire.
+Pure, so that cores can import this module. `headrace.service.protocol` maps the enums to the wire.
 """
 
 from enum import StrEnum

@@ -24,16 +24,16 @@ os.environ.setdefault("GRPC_VERBOSITY", "NONE")
 # Name -> what `headrace --help` says of it; the module is headrace.cli.<name> unless given.
 # Services add commands as entry points of the group _ENTRY_POINTS.
 _COMMANDS = {
-    "demo": "Serve a small model here, ask it something, stop.",
+    "demo": "Start all services, ask a question, stop.",
     "serve": "Serve a model on this machine.",
     "generate": "Complete a prompt, streaming the text.",
     "chat": "Talk to a model.",
     "abort": "End requests.",
-    "status": "Where a request stands.",
-    "explain": "Why a request had to wait, or lost its place.",
-    "models": "Models that are served.",
-    "pool": "The workers and their load, once.",
-    "top": "The workers and their load, again and again.",
+    "status": "Show the state of a request.",
+    "explain": "Show how a request was scheduled, and why.",
+    "models": "List the models that are served.",
+    "pool": "Show the workers and their load.",
+    "top": "Show the workers and their load until Ctrl-C.",
 }
 _MODULES = {
     "abort": "requests",
@@ -95,17 +95,17 @@ def _entry_points() -> "dict[str, EntryPoint]":
 
 @contextlib.contextmanager
 def _our_exits() -> Iterator[None]:
-    """Ends the process quietly, with our codes, at Ctrl-C and when stdout's reader is gone."""
+    """Ends the process without a traceback at Ctrl-C and when stdout's reader is gone."""
     try:
         yield
         sys.stdout.flush()
     except KeyboardInterrupt:
         if sys.stdout.isatty():
-            # The shell's prompt is to begin a line, not to end ours.
+            # The shell's prompt begins a new line.
             click.echo()
         sys.exit(INTERRUPTED)
     except BrokenPipeError:
-        # Python would complain once more when it flushes at its own exit.
+        # Python would report the closed pipe again when it flushes stdout at exit.
         os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
         sys.exit(PIPE_CLOSED)
 
@@ -136,8 +136,8 @@ def main() -> None:
 
     \b
     Start here:
-      headrace demo                         everything once, on this machine
-      headrace serve                        serve the small model, until Ctrl-C
+      headrace demo                         start all services, ask a question, stop
+      headrace serve                        serve the small model until Ctrl-C
       headrace chat                         talk to it, from another terminal
       echo "Once upon" | headrace generate - --max-tokens 40
 
@@ -145,5 +145,5 @@ def main() -> None:
 
     \b
     Exit codes: 0 done; 1 the request failed or was refused; 2 wrong usage;
-    3 no server reached; 130 interrupted by Ctrl-C; 141 the reader of our output left.
+    3 no server reached; 130 interrupted by Ctrl-C; 141 the output's reader left.
     """

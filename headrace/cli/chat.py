@@ -24,13 +24,13 @@ if TYPE_CHECKING:
 
 @click.command()
 @click.argument("message", required=False)
-@click.option("--system", default="", help="System message, before everything else.")
-@click.option("--figures", is_flag=True, help="After each answer, how fast it was.")
+@click.option("--system", default="", help="System message.")
+@click.option("--figures", is_flag=True, help="Print latency and throughput after each answer.")
 @request_options
 @sampling_options
 @connection_options
 def chat(message: str | None, system: str, figures: bool, **arguments: Any) -> None:
-    """Talk to a model; it remembers the conversation until you leave.
+    """Talk to a model; the conversation is kept until you leave.
 
     MESSAGE, if given, is the first thing said. Ctrl-C ends an answer (on the server too) and the
     conversation goes on; Ctrl-D leaves. /clear forgets what was said. In a pipe, each line is a
@@ -110,7 +110,7 @@ class _Conversation:
                 click.echo("\n(Ctrl-D leaves)")
 
     def _turn(self, runner: asyncio.Runner, line: str) -> None:
-        """One question and its answer; a broken-off answer is remembered as far as it came."""
+        """One question and its answer; of an interrupted answer the part that came is kept."""
         from headrace.types import ChatMessage
 
         self.messages.append(ChatMessage("user", line))

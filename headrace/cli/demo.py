@@ -18,9 +18,9 @@ _PROMPT = "In three sentences: why is the sky blue?"
 
 
 @click.command()
-@click.option("--prompt", default=_PROMPT, show_default=True, help="What to ask.")
+@click.option("--prompt", default=_PROMPT, show_default=True, help="Question to ask.")
 @click.option(
-    "--max-tokens", type=int, default=128, show_default=True, help="Length of the answer."
+    "--max-tokens", type=int, default=128, show_default=True, help="Most tokens of the answer."
 )
 @model_options
 def demo(prompt: str, max_tokens: int, **arguments: Any) -> None:

@@ -1,4 +1,4 @@
-"""How fast an answer came, measured where its reader is."""
+"""Measures at the client how fast an answer came."""
 
 import time
 from collections.abc import Callable

@@ -29,12 +29,16 @@ if TYPE_CHECKING:
 @click.option("--system", default="", help="System message; means --chat.")
 @click.option("--token-ids", is_flag=True, help="PROMPT is token ids, separated by spaces.")
 @click.option("-n", type=int, help="Independent completions of the prompt, 1 to 16.")
-@click.option("--logprobs", type=int, help="With --json: log probabilities, and of this many more.")
+@click.option(
+    "--logprobs", type=int, help="With --json: log probabilities, with this many alternatives."
+)
 @click.option("--prompt-logprobs", type=int, help="The same for the prompt's tokens.")
 @click.option("--echo", is_flag=True, help="Print the prompt before the answer.")
-@click.option("--include-stop", is_flag=True, help="Show the stop text that ended it.")
-@click.option("--request-id", default="", help="Your own id, for abort, status and explain.")
-@click.option("--figures", is_flag=True, help="Afterwards, how fast it was, on stderr.")
+@click.option("--include-stop", is_flag=True, help="Show the stop text that ended the answer.")
+@click.option(
+    "--request-id", default="", help="Id for abort, status and explain.  [default: random]"
+)
+@click.option("--figures", is_flag=True, help="Print latency and throughput on stderr.")
 @json_option
 @request_options
 @sampling_options
@@ -42,9 +46,9 @@ if TYPE_CHECKING:
 def generate(prompt: str | None, **arguments: Any) -> None:
     """Complete PROMPT and stream the text to stdout.
 
-    PROMPT is used as it is; instruct models want --chat. With - (or no PROMPT in a pipe) it is
-    read from stdin, less one newline at its end. Ctrl-C or a closed pipe ends the request on the
-    server too.
+    PROMPT is used as it is; instruct models want --chat. With - (or no PROMPT in a pipe) the
+    prompt is read from stdin, without a newline at its end. Ctrl-C or a closed pipe ends the
+    request on the server too.
 
     \b
     Examples:

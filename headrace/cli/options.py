@@ -28,8 +28,10 @@ _CONNECTION = (
     click.option(
         "--tls-ca-file", default="", metavar="PEM", help="Authorities to trust; turns TLS on."
     ),
-    click.option("--tls-cert-file", default="", metavar="PEM", help="Our certificate (mTLS)."),
-    click.option("--tls-key-file", default="", metavar="PEM", help="Its private key."),
+    click.option("--tls-cert-file", default="", metavar="PEM", help="Client certificate (mTLS)."),
+    click.option(
+        "--tls-key-file", default="", metavar="PEM", help="Private key of that certificate."
+    ),
     click.option(
         "--auth-token-file",
         default="",
@@ -44,24 +46,35 @@ _CONNECTION = (
 _THE_MODELS = "[default: the model's]"
 
 _SAMPLING = (
-    click.option("--temperature", type=float, help=f"0 is greedy.  {_THE_MODELS}"),
+    click.option("--temperature", type=float, help=f"Randomness; 0 is greedy.  {_THE_MODELS}"),
     click.option(
-        "--top-p", type=float, help=f"Keep the likeliest tokens up to this sum.  {_THE_MODELS}"
+        "--top-p",
+        type=float,
+        help=f"Sample from the likeliest tokens up to this sum.  {_THE_MODELS}",
     ),
     click.option(
-        "--top-k", type=int, help=f"Keep this many likeliest tokens; 0: all.  {_THE_MODELS}"
+        "--top-k", type=int, help=f"Sample from this many likeliest tokens; 0: all.  {_THE_MODELS}"
     ),
     click.option(
         "--min-p",
         type=float,
-        help=f"Drop tokens less likely than this part of the likeliest.  {_THE_MODELS}",
+        help=f"Least probability of a token, relative to the likeliest.  {_THE_MODELS}",
     ),
-    click.option("--seed", type=int, help="Same seed, same prompt: same answer."),
+    click.option("--seed", type=int, help="Seed of sampling, for reproducible output."),
     click.option(
-        "--repetition-penalty", type=float, help=f"Above 1: less of what was there.  {_THE_MODELS}"
+        "--repetition-penalty",
+        type=float,
+        help=f"Above 1 makes repetitions less likely.  {_THE_MODELS}",
     ),
-    click.option("--presence-penalty", type=float, default=0.0, help="-2 to 2, once per token."),
-    click.option("--frequency-penalty", type=float, default=0.0, help="-2 to 2, each time."),
+    click.option(
+        "--presence-penalty",
+        type=float,
+        default=0.0,
+        help="-2 to 2; subtracted once from tokens in the output.",
+    ),
+    click.option(
+        "--frequency-penalty", type=float, default=0.0, help="-2 to 2; subtracted per occurrence."
+    ),
     click.option(
         "--logit-bias",
         multiple=True,
@@ -74,10 +87,13 @@ _SAMPLING = (
         help="Most tokens to generate.  [default: the model's, else 1024 in chat, else what fits]",
     ),
     click.option(
-        "--min-tokens", type=int, default=0, help="Nothing ends the answer within this many."
+        "--min-tokens", type=int, default=0, help="Fewest tokens before the answer can end."
     ),
     click.option(
-        "--stop", multiple=True, metavar="TEXT", help="Text that ends it, not shown. (repeatable)"
+        "--stop",
+        multiple=True,
+        metavar="TEXT",
+        help="Text that ends the answer; not shown. (repeatable)",
     ),
     click.option(
         "--stop-token-id",
@@ -85,30 +101,38 @@ _SAMPLING = (
         type=int,
         multiple=True,
         metavar="ID",
-        help="Token that ends it. (repeatable)",
+        help="Token that ends the answer. (repeatable)",
     ),
     click.option(
         "--bad-word",
         "bad_words",
         multiple=True,
         metavar="TEXT",
-        help="Text that must not come out. (repeatable)",
+        help="Text that must not be generated. (repeatable)",
     ),
     click.option("--ignore-eos", is_flag=True, help="Go on after the end-of-sequence token."),
 )
 
 _REQUEST = (
-    click.option("--model", default="", help="Model name; not needed where one is served."),
+    click.option("--model", default="", help="Model name; needed only where several are served."),
     click.option(
         "--priority",
         type=int,
         default=0,
-        help="Smaller is more urgent, where the server's policy looks at it.",
+        help="Smaller is more urgent, where the server's policy uses priorities.",
     ),
-    click.option("--tenant", default="", help="The account to bill; tenants share fairly."),
-    click.option("--deadline-s", type=float, help="Give up after this many seconds."),
-    click.option("--cache-salt", default="", help="Keep the prompt's cache entries apart."),
-    click.option("--keep-special-tokens", is_flag=True, help="Show tokens like <|im_end|>."),
+    click.option(
+        "--tenant", default="", help="Account to bill; service is divided fairly between tenants."
+    ),
+    click.option("--deadline-s", type=float, help="End the request after this many seconds."),
+    click.option(
+        "--cache-salt",
+        default="",
+        help="Share cached prefixes only with requests of the same salt.",
+    ),
+    click.option(
+        "--keep-special-tokens", is_flag=True, help="Show control tokens like <|im_end|>."
+    ),
 )
 
 

@@ -62,7 +62,7 @@ def pool(as_json: bool, **arguments: Any) -> None:
     type=click.FloatRange(min=0.1),
     default=1.0,
     show_default=True,
-    help="Time between two looks.",
+    help="Seconds between updates.",
 )
 @connection_options
 def top(interval_s: float, **arguments: Any) -> None:

@@ -12,7 +12,7 @@ from headrace.vocabulary import FinishReason
 
 _FAILED = {
     FinishReason.ERROR: "the request failed inside the server; `headrace status {id}` says why",
-    FinishReason.ABORTED: "the request was aborted by somebody else",
+    FinishReason.ABORTED: "the request was aborted by an Abort call",
     FinishReason.DEADLINE: "the deadline passed before the answer was complete",
 }
 
@@ -30,10 +30,10 @@ def write(text: str) -> None:
 async def print_stream(
     deltas: AsyncIterator[Delta], stopwatch: Stopwatch, answer: list[str]
 ) -> None:
-    """Prints the first completion as it comes, and a newline if it does not end in one.
+    """Prints the first completion as it comes, and a newline unless the text ends in one.
 
-    Its pieces are added to `answer`, so that they are known when it is broken off. Failure: the
-    request ended otherwise than by itself.
+    The pieces are added to `answer`, so that an interrupted answer is known. Failure: the request
+    was aborted, failed, or passed its deadline.
     """
     async for delta in deltas:
         stopwatch.see(delta)

@@ -1,4 +1,4 @@
-"""What is being waited for, on stderr: a live line on a terminal, plain lines elsewhere."""
+"""Shows steps on stderr: a live line on a terminal, plain lines elsewhere."""
 
 import sys
 import time
@@ -13,7 +13,7 @@ _CLEAR_LINE = "\r\x1b[K"
 
 
 class ProgressSteps:
-    """Shows steps one after the other, each with the time it took. Use it in `with`."""
+    """Shows steps one after the other, with the time each took; a context manager."""
 
     def __init__(self) -> None:
         self._out = sys.stderr
@@ -36,7 +36,7 @@ class ProgressSteps:
             self._out.write("\n")
 
     def begin(self, step: str) -> None:
-        """The next step; the one before is done. After a colon may be how far the step is."""
+        """Ends the step before and begins the next; after a colon is how far the step is."""
         if self._step is None or step.partition(":")[0] != self._step.partition(":")[0]:
             self.done()
             self._began = time.monotonic()
@@ -46,7 +46,7 @@ class ProgressSteps:
             self._out.flush()
 
     def done(self) -> None:
-        """The step is done; its line stays."""
+        """Ends the step; its line stays on the terminal."""
         if self._step is None:
             return
         took = time.monotonic() - self._began
@@ -55,7 +55,7 @@ class ProgressSteps:
         self._step = None
 
     def fetched(self, progress: "Progress") -> None:
-        """News of a download or the like, which is a step of its own."""
+        """Shows a download's progress as a step."""
         if progress.what != self._step:
             self.begin(progress.what)
         if self._is_live and progress.total_bytes:
@@ -64,7 +64,7 @@ class ProgressSteps:
             self._out.flush()
 
     def log(self, line: str) -> None:
-        """Somebody else's line, not mixed into ours."""
+        """Prints a line of a service's log above the live line."""
         self._out.write(f"{self._clear}{line}\n")
         if self._is_live and self._step is not None:
             self._out.write(f"  {self._step} ...")

@@ -50,7 +50,7 @@ def abort(request_ids: tuple[str, ...], tenant: str, as_json: bool, **arguments:
 @json_option
 @connection_options
 def status(request_id: str, as_json: bool, **arguments: Any) -> None:
-    """Where a request stands: waiting, running, or how it ended.
+    """Show the state of a request: waiting, running, or how the request ended.
 
     \b
     Example:
@@ -82,7 +82,7 @@ def status(request_id: str, as_json: bool, **arguments: Any) -> None:
 @json_option
 @connection_options
 def explain(request_id: str, as_json: bool, **arguments: Any) -> None:
-    """Why a request, running or lately finished, waited or lost its place: step by step.
+    """Show how a request was scheduled, step by step: why it waited, and why it was preempted.
 
     \b
     Example:

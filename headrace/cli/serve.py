@@ -26,7 +26,7 @@ _DRAIN_TIMEOUT_S = 5.0
     "--host",
     default="127.0.0.1",
     show_default=True,
-    help="Address to listen on; 0.0.0.0 lets other machines in: then use TLS and a token.",
+    help="Address to listen on. With 0.0.0.0 other machines can connect: use TLS and a token.",
 )
 @click.option(
     "--port",
@@ -82,7 +82,7 @@ def serve(
     """Serve a model on this machine until Ctrl-C: a router, a scheduler and gpuworkers.
 
     Without options: the small built-in model (fetched once), on 127.0.0.1:8700, with an embedded
-    status store, as fast as this machine can.
+    status store, on all processors.
 
     \b
     Examples:
@@ -112,12 +112,12 @@ def serve(
 
 
 def _check_free(host: str, port: int) -> None:
-    """Says at once what else the router would say when the model is loaded."""
+    """Reports a taken port now rather than after the model is loaded."""
     family = socket.AF_INET6 if ":" in host else socket.AF_INET
     try:
         socket.create_server((host, port), family=family).close()
     except OSError as error:
-        # What follows the reason says the address once more.
+        # The text after the reason repeats the address.
         reason = str(error.strerror).partition(" (while")[0]
         raise Failure(
             f"cannot listen on {host}:{port} ({reason}); choose another --port or --host"
@@ -125,9 +125,9 @@ def _check_free(host: str, port: int) -> None:
 
 
 def _seen_serving(given: dict[str, Any], file: Path | None) -> "ServingConfig":
-    """How callers find the router: flags over environment over file, as the router reads them.
+    """The router's serving settings: flags over environment over file, as the router reads them.
 
-    ConfigError when that cannot be, before a model is loaded for it.
+    Raises ConfigError for a bad certificate or token before a model is loaded.
     """
     from headrace.service.config import is_set, load
     from headrace.service.serving import ServingConfig
@@ -135,7 +135,7 @@ def _seen_serving(given: dict[str, Any], file: Path | None) -> "ServingConfig":
 
     overrides = {name: value for name, value in given.items() if value not in {None, ""}}
     if not is_set("drain_timeout_s", section="serving", file=file, environ=os.environ):
-        # Shorter than a service's own: somebody at a terminal waits.
+        # Shorter than a service's default: a person at a terminal waits.
         overrides.setdefault("drain_timeout_s", _DRAIN_TIMEOUT_S)
     serving = load(
         ServingConfig, section="serving", file=file, environ=os.environ, overrides=overrides
@@ -150,7 +150,9 @@ def _seen_serving(given: dict[str, Any], file: Path | None) -> "ServingConfig":
 
 
 def _channel(serving: "ServingConfig") -> "ChannelConfig | None":
-    """How the router can be asked whether it is ready; None when only strangers could."""
+    """The channel for asking the router whether it is ready; None where TLS is on, as the authority
+    is not known here.
+    """
     from headrace.client import ChannelConfig
 
     if serving.tls_cert_file:

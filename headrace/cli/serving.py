@@ -25,27 +25,28 @@ _MODEL = (
         help="A built-in name (smollm2-135m-instruct, gemma3-270m), a GGUF file, a Hugging Face"
         " folder, or owner/name on the hub.",
     ),
-    click.option("--model-name", default="", help="What requests call it.  [default: its name]"),
+    click.option("--model-name", default="", help="Name in requests.  [default: its own]"),
     click.option("--workers", type=click.IntRange(min=1), default=1, show_default=True,
                  help="Gpuworkers to start."),
-    click.option("--device", type=click.Choice(["auto", "cpu", "cuda"]), help="Where it runs."),
+    click.option("--device", type=click.Choice(["auto", "cpu", "cuda"]), help="Model's device."),
     click.option("--dtype", type=click.Choice(["auto", "float32", "bfloat16", "float16"]),
                  help="Data type of the model."),
-    click.option("--max-model-len", type=int, help="Most tokens of one request."),
+    click.option("--max-model-len", type=int, help="Most tokens of a request, with output."),
     click.option("--max-num-seqs", type=int, help="Most requests in one step."),
     click.option("--max-num-batched-tokens", type=int, help="Most tokens in one step."),
     click.option("--block-size", type=int, help="Tokens in one KV block."),
     click.option("--num-kv-blocks", type=int, help="KV blocks.  [default: what memory allows]"),
-    click.option("--kv-cache-memory-bytes", type=int, help="The same, in bytes."),
+    click.option("--kv-cache-memory-bytes", type=int,
+                 help="Size of the KV pool in bytes, instead of --num-kv-blocks."),
     click.option("--gpu-memory-utilization", type=click.FloatRange(0, 1, min_open=True),
                  help="Share of a GPU's memory to use."),
     click.option("--kv-cache-dtype", type=click.Choice(["auto", "fp8"]),
                  help="Data type of keys and values."),
     click.option("--num-spec-tokens", type=click.IntRange(min=0),
-                 help="Drafts by prompt lookup that a step may verify for a request; 0: none."),
-    click.option("--otlp-endpoint", help="Send traces there, like http://127.0.0.1:4317."),
+                 help="Speculative tokens by prompt lookup, per request and step; 0: none."),
+    click.option("--otlp-endpoint", help="OTLP collector for traces, e.g. http://127.0.0.1:4317."),
     click.option("--log-level", type=click.Choice(["debug", "info", "warning", "error"]),
-                 help="Of the services, shown on stderr.  [default: warning]"),
+                 help="Least severe log line of the services to show.  [default: warning]"),
 )  # fmt: skip
 
 _WORKER_FLAGS = (
@@ -104,7 +105,7 @@ def make_config(
 
 
 def ended(error: "LocalError") -> Failure:
-    """A service's end; its log has been shown as it came."""
+    """The failure for a service that ended; the log was shown before."""
     return Failure(error.summary + ("; what it said is above" if error.last_lines else ""))
 
 
@@ -119,5 +120,5 @@ def flags(values: dict[str, Any]) -> Sequence[str]:
 
 
 def _name_of(model: str, path: Path) -> str:
-    """A built-in or hub name as it is; of a path, its last part."""
+    """The name of a built-in or hub model, or the last part of a path."""
     return path.stem if path.is_file() and Path(model).exists() else Path(model).name

@@ -1,4 +1,4 @@
-"""The bearer token of a port, checked before a call's method is looked up or its request read."""
+"""Checks the bearer token of a call before its method is looked up and its request is read."""
 
 import hmac
 from collections.abc import Awaitable, Callable
@@ -12,7 +12,7 @@ from headrace.service.handlers import make_handler
 
 
 class AuthInterceptor(grpc.aio.ServerInterceptor):
-    """Refuses calls without the token; outermost. Health stays open, for probes."""
+    """Refuses calls without the token, except health checks. The outermost interceptor."""
 
     def __init__(self, token: str) -> None:
         self._expected = f"Bearer {token}".encode()
@@ -28,14 +28,14 @@ class AuthInterceptor(grpc.aio.ServerInterceptor):
         metadata = dict(handler_call_details.invocation_metadata or ())
         sent = metadata.get("authorization", "")
         raw = sent if isinstance(sent, bytes) else sent.encode()
-        # Takes as long for a token that is nearly right.
+        # In constant time: the time taken must not tell how much of a guess is right.
         if hmac.compare_digest(raw, self._expected):
             return await continuation(handler_call_details)
         return self._refusal
 
 
 def is_health(method: str) -> bool:
-    """Whether it is one of grpc.health.v1, which needs no token."""
+    """Whether the method is a health check, which needs no token."""
     return method.startswith("/grpc.health.v1.Health/")
 
 

@@ -1,4 +1,4 @@
-"""Channels from a caller to a service, with TLS, token and keepalive as we serve them."""
+"""Opens channels to services, with TLS, bearer token and keepalive."""
 
 import re
 from typing import Annotated, Any
@@ -60,7 +60,7 @@ def _with_header(details: Any, header: tuple[str, str]) -> grpc.aio.ClientCallDe
 
 
 def open_channel(target: str, config: ChannelConfig | None = None) -> grpc.aio.Channel:
-    """A channel to "host:port" (or unix:PATH); the caller closes it."""
+    """A channel to "host:port" or unix:PATH; the caller closes the channel."""
     config = config or ChannelConfig()
     options = [
         ("grpc.max_receive_message_length", config.max_message_bytes),
@@ -69,13 +69,13 @@ def open_channel(target: str, config: ChannelConfig | None = None) -> grpc.aio.C
         ("grpc.keepalive_timeout_ms", 10_000),
         ("grpc.http2.ping_timeout_ms", 10_000),
         ("grpc.keepalive_permit_without_calls", 1),
-        # A peer that restarts must be found again within a second or two.
+        # Reconnects to a restarted peer within two seconds.
         ("grpc.initial_reconnect_backoff_ms", 100),
         ("grpc.max_reconnect_backoff_ms", 2_000),
     ]
     interceptors: list[grpc.aio.ClientInterceptor] = []
     if config.auth_token_file:
-        # grpc.aio files an interceptor under one kind only, so there is one object per kind.
+        # grpc.aio registers an interceptor for one kind of call only, so each kind has its own.
         token = read_token(config.auth_token_file)
         interceptors = [_TokenUnary(token), _TokenServerStream(token), _TokenBidi(token)]
     has_pair = bool(config.tls_cert_file or config.tls_key_file)
@@ -89,5 +89,5 @@ def open_channel(target: str, config: ChannelConfig | None = None) -> grpc.aio.C
 
 
 def connect_failure(details: str) -> str:
-    """Why a peer was not reached, out of what gRPC says: the address is known to who asked."""
+    """The cause in gRPC's message about a failed connection, without the address."""
     return _CONNECT_NOISE.sub("", details)

@@ -1,12 +1,12 @@
-"""Starts a program so that it cannot outlive this process, even one that is killed."""
+"""Starts child processes that the kernel ends when this process ends, even by SIGKILL."""
 
 import os
 import signal
 import sys
 from collections.abc import Sequence
 
-# Runs before the program itself does, so there is no moment without the tie; a `preexec_fn` would
-# run Python between fork and exec while gRPC's threads hold locks.
+# Runs in the child before the program, so that the child is never without the tie. A `preexec_fn`
+# would run Python between fork and exec while threads of gRPC hold locks.
 _TIE = """
 import ctypes, os, sys
 parent, number, program = int(sys.argv[1]), int(sys.argv[2]), sys.argv[3:]
@@ -18,11 +18,11 @@ os.execvp(program[0], program)
 
 
 def tied_to_us(command: Sequence[str], number: signal.Signals = signal.SIGKILL) -> list[str]:
-    """The command, to be started by this very process; the kernel ends it when we end.
+    """A command that runs `command` and is ended by the kernel when this process ends.
 
-    On Linux the child gets signal `number` at our death (PR_SET_PDEATHSIG), whatever killed us;
-    elsewhere the command is returned as it is. Start it from a thread that lives as long as the
-    process: the tie is to the thread.
+    On Linux the child gets signal `number` when the thread that started it ends
+    (PR_SET_PDEATHSIG), so start it from a thread that lives as long as the process. On other
+    systems the command is returned unchanged.
     """
     if sys.platform != "linux":
         return list(command)

@@ -1,4 +1,4 @@
-"""Packed columns: little-endian arrays in `bytes` fields of our messages."""
+"""Packs columns: little-endian arrays in `bytes` fields of messages between services."""
 
 import numpy as np
 from numpy.typing import NDArray
@@ -20,13 +20,13 @@ def pack_uint32(values: NDArray[np.uint32]) -> bytes:
 
 
 def unpack_int32(data: bytes, field: str) -> NDArray[np.int32]:
-    """A read-only view of the column in `data`; ServiceError names `field` if its size is odd."""
+    """A read-only view of the column in `data`; ServiceError names `field` for a wrong size."""
     _check_size(data, field)
     return np.frombuffer(data, dtype=_INT32)
 
 
 def unpack_uint32(data: bytes, field: str) -> NDArray[np.uint32]:
-    """A read-only view of the column in `data`; ServiceError names `field` if its size is odd."""
+    """A read-only view of the column in `data`; ServiceError names `field` for a wrong size."""
     _check_size(data, field)
     return np.frombuffer(data, dtype=_UINT32)
 

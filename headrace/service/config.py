@@ -14,7 +14,7 @@ from typing import Annotated, Any, Literal, TypeVar, Union, get_args, get_origin
 import click
 import msgspec
 
-# Every section that some service reads: they share one file, so each must know the others' names.
+# Sections of all services: services share one file, and each refuses only unknown sections.
 SECTIONS = (
     *("router", "streams", "tenant", "tenants", "scheduler", "pool", "gpuworker"),
     *("kv_cache", "serving", "channel", "process"),
@@ -25,13 +25,13 @@ Command = TypeVar("Command", bound=Callable[..., Any])
 
 
 class ConfigError(click.ClickException):
-    """A setting is wrong; the message names it and where it came from."""
+    """A setting is wrong; the message names the setting and its source."""
 
     exit_code = 2
 
 
 def help_text(text: str, **bounds: Any) -> Any:
-    """Metadata of a field: what --help says of it, and its bounds (ge, gt, le, lt)."""
+    """Metadata of a field: its text in --help, and its bounds (ge, gt, le, lt)."""
     return msgspec.Meta(description=text, **bounds)
 
 
@@ -62,7 +62,7 @@ def load(
 
 
 def is_set(key: str, *, section: str, file: Path | None, environ: Mapping[str, str]) -> bool:
-    """Whether the file or the environment has a say in a setting."""
+    """Whether the file or the environment sets the key."""
     if f"HEADRACE_{section}_{key}".upper() in environ:
         return True
     return file is not None and key in _section_of_file(file, section)
@@ -156,7 +156,7 @@ def _flag(name: str, annotation: Any, field: msgspec.structs.FieldInfo) -> Any:
 
 
 def _default(field: msgspec.structs.FieldInfo) -> str:
-    """What --help says of a default; of an empty one, the description says what it means."""
+    """The default in --help; the description explains an empty default."""
     if field.default in {msgspec.NODEFAULT, None, "", ()}:
         return ""
     return f"  [default: {field.default}]"

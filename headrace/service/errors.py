@@ -1,4 +1,4 @@
-"""Errors that cross the edge of a service, and the one place that turns them into gRPC.
+"""Errors that a service sends to its callers, and their conversion to and from gRPC.
 
 A service raises `ServiceError`; `ErrorInterceptor` maps it to a canonical code, a message and
 google.rpc details (ErrorInfo with a stable reason, BadRequest with the field, RetryInfo). A
@@ -22,10 +22,10 @@ logger = logging.getLogger(__name__)
 
 DOMAIN = "headrace"
 _DETAILS_KEY = "grpc-status-details-bin"
-# gRPC carries a message up to three times in trailers, escaped, and callers take 8 KiB of those:
-# a longer one would reach them as an error about metadata.
+# gRPC sends a message up to three times in the trailers, escaped, and callers accept 8 KiB of
+# trailers. A longer message would reach the caller as an error about metadata.
 _MAX_MESSAGE_BYTES = 1_000
-# What ends the process or a generator, and what ends a task: no failure of the work in it.
+# Exceptions that end the process or a generator, and cancellation: no failures of the work.
 _PROCESS_ENDS = (KeyboardInterrupt, SystemExit, GeneratorExit)
 CALL_ENDS = (*_PROCESS_ENDS, asyncio.CancelledError)
 
@@ -58,7 +58,9 @@ class ServiceError(Exception):
 
 
 def _shortened(message: str) -> str:
-    """The message, or its beginning and end: the one names the field, the other says what to do."""
+    """The message, with its middle left out if it is long: errors name the field at the beginning
+    and say what to do at the end.
+    """
     data = message.encode(errors="replace")
     if len(data) <= _MAX_MESSAGE_BYTES:
         return message
@@ -104,7 +106,7 @@ def unauthenticated(reason: str, message: str) -> ServiceError:
 
 
 def aborted(reason: str, message: str) -> ServiceError:
-    """The request was ended by somebody else's Abort."""
+    """The request was ended by an Abort call."""
     return ServiceError(grpc.StatusCode.ABORTED, reason, message)
 
 
@@ -171,7 +173,7 @@ async def _abort(context: Any, code: grpc.StatusCode, status: status_pb2.Status)
 
 
 def _as_service_error(error: BaseException, method: str) -> ServiceError:
-    """The error itself, or INTERNAL for a bug, whose traceback goes to the log only."""
+    """The error itself, or INTERNAL for a bug; the bug's traceback goes to the log only."""
     if isinstance(error, ServiceError):
         return error
     logger.error("%s failed", method, exc_info=error)
@@ -182,7 +184,7 @@ class ErrorInterceptor(grpc.aio.ServerInterceptor):
     """Maps what handlers raise to status codes. Handlers are `make_handler`'s."""
 
     def __init__(self) -> None:
-        # By method: its handler as last seen, and what we made of it.
+        # By method: the registered handler and its wrapper.
         self._made: dict[str, tuple[Any, Any]] = {}
 
     async def intercept_service(
@@ -215,14 +217,14 @@ def map_errors(handler: Any, method: str) -> Any:
             failure = _as_service_error(error, method)
             code, status = failure.code, to_status(failure)
             del failure
-        # Here the error's traceback is gone, and with it the request in its frames.
+        # After the except block, so that the traceback and the request in its frames are freed.
         return await _abort(context, code, status)
 
     return surround(handler, around)
 
 
 def _is_cancelled(error: BaseException) -> bool:
-    """Whether the call is over, as opposed to a cancelled future that its handler waited for."""
+    """Whether the call is over; False where the handler awaited a future that was cancelled."""
     if not isinstance(error, asyncio.CancelledError):
         return False
     task = asyncio.current_task()

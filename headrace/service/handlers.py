@@ -1,8 +1,8 @@
-"""The one shape that every gRPC method has here: a coroutine over the bytes of its messages.
+"""Converts gRPC method handlers of every kind to one kind: a coroutine over raw messages.
 
-A method is registered in any of gRPC's four kinds, as a coroutine or an async generator, with
-messages that gRPC would decode before any of our code runs. `over_bytes` turns all of them into
-one kind, so that an interceptor is written once, sees every error, and runs before decoding.
+Handlers are registered in any of gRPC's four kinds, as coroutines or async generators. gRPC
+decodes the request of a unary method before any code of the service runs. `over_bytes` converts all
+kinds to one, so that an interceptor is written once, runs before decoding, and sees every error.
 """
 
 import asyncio
@@ -29,7 +29,7 @@ def make_handler(call: Call, *, has_response_stream: bool, serialize: Any = None
     kind = "stream_stream" if has_response_stream else "stream_unary"
     make = getattr(grpc, f"{kind}_rpc_method_handler")
 
-    # Requests come from the context: gRPC's own iterator keeps the last one until the call ends.
+    # Requests are read from the context: gRPC's iterator holds its last message to the end.
     async def behaviour(_messages: Any, context: Any) -> Any:
         return await call(context)
 
@@ -39,7 +39,7 @@ def make_handler(call: Call, *, has_response_stream: bool, serialize: Any = None
 def over_bytes(
     handler: Any, decode: Callable[[bytes], Any], read_one: Callable[[Any], Awaitable[Any]]
 ) -> Any:
-    """The same method as `make_handler` makes them.
+    """The registered handler as a handler of `make_handler`.
 
     Args:
         handler: as it was registered.
@@ -53,7 +53,7 @@ def over_bytes(
         is_stream = handler.request_streaming
         request = _Decoded(context, decode) if is_stream else await read_one(context)
         responses = behaviour(request, context)
-        # Only the handler itself holds its request, which it may drop before it ends.
+        # The handler alone references its request, and can drop the request before the call ends.
         del request
         if not handler.response_streaming:
             return serialize(await responses)
@@ -92,8 +92,8 @@ async def write(context: Any, message: Any) -> None:
     """Sends one message of a stream.
 
     Raises:
-        CallOverError: the call is over. A handler that is in the middle of a message when its
-            caller leaves, or its time is up, may hear of that by this and nothing else.
+        CallOverError: the call is over. When the caller cancels or the deadline passes during a
+            write, a handler may get this error and no cancellation.
     """
     try:
         await context.write(message)
@@ -102,7 +102,7 @@ async def write(context: Any, message: Any) -> None:
 
 
 class CallOverError(asyncio.CancelledError):
-    """The caller has left or its time is up, and gRPC has not said so yet by cancelling us."""
+    """The call was cancelled or its deadline passed, before gRPC cancelled the handler's task."""
 
 
 async def read(context: Any) -> bytes | None:

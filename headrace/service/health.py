@@ -1,6 +1,6 @@
-"""grpc.health.v1 without a lock: a watcher that does not read holds up itself and nobody else.
+"""Serves grpc.health.v1 without a lock, so that a watcher that does not read blocks no other call.
 
-The servicer of grpcio-health-checking writes to a watcher while it holds the lock that every other
+The servicer of grpcio-health-checking writes to a watcher while holding a lock that every other
 watcher and every change of status need.
 """
 
@@ -11,33 +11,33 @@ from typing import Any
 import grpc.aio
 from grpc_health.v1 import health_pb2, health_pb2_grpc
 
-from headrace.service.crowd import Crowd
+from headrace.service.call_limit import CallLimit
 from headrace.service.errors import not_found
 from headrace.service.handlers import write
 
 FULL_NAME = "grpc.health.v1.Health"
 
-# Callers need no token.
+# More end the oldest: callers need no token.
 _MAX_WATCHERS = 256
 
 _Status = health_pb2.HealthCheckResponse
 
 
 class Health(health_pb2_grpc.HealthServicer):
-    """What health checks answer: the same for every service of a port, and for ""."""
+    """The health of a port; the same for each of its services, and for the service ""."""
 
     def __init__(self, service_names: Iterable[str]) -> None:
         self._names = ("", *service_names)
         self._is_serving = False
         self._changed = asyncio.Event()
-        self.watchers = Crowd(_MAX_WATCHERS)
+        self.watchers = CallLimit(_MAX_WATCHERS)
 
     def add_to(self, server: grpc.aio.Server) -> None:
         """Registers the service."""
         health_pb2_grpc.add_HealthServicer_to_server(self, server)
 
     def set_serving(self, is_serving: bool) -> None:
-        """Changes the status and wakes watchers; waits for none of them."""
+        """Changes the status and wakes the watchers, without waiting for them."""
         self._is_serving = is_serving
         self._changed.set()
         self._changed = asyncio.Event()
@@ -54,11 +54,11 @@ class Health(health_pb2_grpc.HealthServicer):
         return make(statuses=dict.fromkeys(self._names, self._status))
 
     async def Watch(self, request: health_pb2.HealthCheckRequest, context: Any) -> None:
-        """The status now and whenever it changes. The oldest watcher ends when there are many."""
+        """Streams the status now and after each change."""
         unknown = _Status(status=_Status.SERVICE_UNKNOWN)
         is_known = request.service in self._names
         last = None
-        async with self.watchers.place():
+        async with self.watchers.admitted():
             while True:
                 changed = self._changed
                 status = self._status if is_known else unknown

@@ -1,7 +1,7 @@
-"""Counts the fields of an encoded message, to refuse one that would be large once decoded.
+"""Counts the fields of an encoded message, to refuse messages that decoding would make large.
 
 A field of two bytes can become an object of a hundred: 15 MB of empty chat messages take 450 MB.
-Counting reads tags and lengths only and stops at the limit, so it costs milliseconds at most.
+Counting reads tags and lengths only and stops at the limit, which takes milliseconds at most.
 """
 
 import functools
@@ -20,13 +20,13 @@ _VARINT, _FIXED64, _BYTES, _FIXED32 = 0, 1, 2, 5
 
 
 def too_many_fields(data: bytes, descriptor: Any, max_fields: int = MAX_FIELDS) -> bool:
-    """Whether a message of this descriptor has more fields than that, those of messages in it too.
+    """Whether an encoded message has more than max_fields fields, nested fields included.
 
-    Elements of a packed repeated field are not counted: they take no more than four times their
-    encoded size.
+    Elements of a packed repeated field are not counted: decoded, they take at most four times
+    their encoded size.
 
     Raises:
-        ServiceError: it is not well-formed.
+        ServiceError: the message is not well-formed.
     """
     if len(data) <= _MIN_FIELD_BYTES * max_fields:
         return False

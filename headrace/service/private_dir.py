@@ -1,4 +1,4 @@
-"""Folders that only we can enter and that are cleared up even after a kill -9."""
+"""Private folders of running processes; folders of dead processes are removed by later ones."""
 
 import contextlib
 import fcntl
@@ -11,22 +11,22 @@ from pathlib import Path
 
 _PREFIX = "headrace-"
 _LOCK = "owner.lock"
-# The path of a socket has 104 bytes at most (macOS; 108 on Linux), our part of it 40.
+# A socket's path has at most 104 bytes on macOS and 108 on Linux; names below the base take 40.
 _MAX_BASE_BYTES = 60
 
 
 @contextlib.contextmanager
 def private_dir() -> Iterator[Path]:
-    """A new folder (mode 0700, its path short enough for sockets) that is removed at the end.
+    """A new folder of mode 0700, with a path short enough for sockets; removed at the end.
 
-    Its owner holds a lock inside, which the kernel drops when the owner dies in whatever way;
-    so each new owner can tell what dead ones left, and removes it.
+    The owner holds a lock on a file in the folder. The kernel releases the lock when the owner
+    dies, so the next owner can tell abandoned folders, and removes them.
     """
     base = Path(tempfile.gettempdir())
     if len(os.fsencode(base)) > _MAX_BASE_BYTES:
-        base = Path("/tmp")  # noqa: S108 mkdtemp makes a folder there that is only ours
+        base = Path("/tmp")  # noqa: S108 mkdtemp makes a folder of mode 0700 there
     _remove_abandoned(base)
-    # Hidden until it is locked: others remove what has our prefix and no owner.
+    # Another name until the lock is held: other processes remove unlocked folders of this prefix.
     draft = Path(tempfile.mkdtemp(prefix=f".{_PREFIX}", dir=base))
     lock = os.open(draft / _LOCK, os.O_RDWR | os.O_CREAT, 0o600)
     fcntl.flock(lock, fcntl.LOCK_EX)
@@ -40,21 +40,21 @@ def private_dir() -> Iterator[Path]:
 
 def _remove_abandoned(base: Path) -> None:
     for folder in base.glob(f"{_PREFIX}*"):
-        # Another user's cannot be entered, and one that is just being removed is not there.
+        # Folders of other users cannot be entered, and a folder may be removed meanwhile.
         with contextlib.suppress(OSError):
             _remove_if_abandoned(folder)
 
 
 def _remove_if_abandoned(folder: Path) -> None:
-    """Removes one of our folders whose owner is dead.
+    """Removes a folder of this user whose owner is dead.
 
     Raises:
-        OSError: it has an owner, is not ours, or is gone.
+        OSError: the folder has a living owner, is another user's, or is gone.
     """
     found = folder.lstat()
     if not stat.S_ISDIR(found.st_mode) or found.st_uid != os.getuid():
         return
-    # Without a lock file it is another program's.
+    # A folder without a lock file is another program's.
     lock = os.open(folder / _LOCK, os.O_RDWR | os.O_NOFOLLOW)
     try:
         fcntl.flock(lock, fcntl.LOCK_EX | fcntl.LOCK_NB)

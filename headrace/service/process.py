@@ -49,16 +49,16 @@ def run(name: str, config: ProcessConfig, main: Coroutine[Any, Any, None]) -> No
 
 
 def keep_for_good() -> None:
-    """Take everything made so far out of garbage collection: it lives as long as we do.
+    """Exempt all objects made so far from garbage collection: they live as long as the process.
 
-    Going through all modules, a vocabulary or torch holds up every stream for 30 to 200 ms.
+    A collection that visits all modules, a tokenizer or torch stops every stream for 30 to 200 ms.
     """
     gc.collect()
     gc.freeze()
 
 
 def write_address(config: ProcessConfig, address: str) -> None:
-    """Say where we listen, in one atomic step."""
+    """Write the bound address to the address file, atomically."""
     if not config.address_file:
         return
     file = Path(config.address_file)
@@ -73,14 +73,14 @@ def die_with_parent(number: signal.Signals = signal.SIGTERM) -> None:
         return
     parent = os.getppid()
     ctypes.CDLL(None).prctl(_PR_SET_PDEATHSIG, number)
-    if os.getppid() != parent:  # it died before we asked
+    if os.getppid() != parent:  # the parent died before the call
         os.kill(os.getpid(), number)
 
 
 def _allow_many_files() -> None:
-    """Raises the limit of open files, and so of connections, as far as we may."""
+    """Raises the limit of open files, and so of connections, to the hard limit."""
     _, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
-    # Not every system takes its own word for "no limit".
+    # macOS reports a hard limit that setrlimit does not accept.
     with contextlib.suppress(ValueError, OSError):
         resource.setrlimit(resource.RLIMIT_NOFILE, (hard, hard))
 

@@ -1,7 +1,7 @@
-"""What a service does that takes long, said to the person who started it.
+"""Reports slow steps of a service's start to the person who started the service.
 
-`headrace.local` reads the services' stderr: lines with a mark are such news, whatever the log level
-is. A service that is started by something else logs them.
+`headrace.local` reads the services' stderr and takes marked lines as progress, whatever the log
+level is. A service that was started in another way logs its progress.
 """
 
 import logging
@@ -10,13 +10,13 @@ import sys
 
 logger = logging.getLogger("headrace")
 
-# In the environment of a service whose stderr is read by `local`.
+# Set in the environment of a service whose stderr `headrace.local` reads.
 VARIABLE = "HEADRACE_PROGRESS"
 _MARK = "\x1eheadrace: "
 
 
 def say(what: str) -> None:
-    """Tells what is done from now on; how far it is may follow a colon."""
+    """Reports the step that begins now, or, after a colon, how far the step is."""
     if os.environ.get(VARIABLE) == "1":
         sys.stderr.write(f"{_MARK}{what}\n")
         sys.stderr.flush()
@@ -25,5 +25,5 @@ def say(what: str) -> None:
 
 
 def said(line: str) -> str | None:
-    """What a service said in this line of its stderr; None for a line of its log."""
+    """The progress that a line of a service's stderr reports; None for a line of the log."""
     return line.removeprefix(_MARK) if line.startswith(_MARK) else None

@@ -1,8 +1,8 @@
-"""Reads and decodes requests, so that no caller makes a service hold much more than was sent.
+"""Reads and decodes requests, bounding the memory that undecoded and decoded requests take.
 
-Bytes of a request are read once its call is let in (`auth` comes first) and decoded when their
-number of fields is within bounds. Large ones are decoded a few at a time: their bytes count until
-the handler calls `release_request` or ends, and others wait for them, first come, first served.
+A request is read after the token is checked (`auth`), and decoded if its number of fields is within
+bounds. Large requests are decoded a few at a time, first come, first served: the bytes of a request
+count until its handler calls `release_request` or ends.
 """
 
 import asyncio
@@ -15,19 +15,19 @@ import grpc.aio
 from google.protobuf.message import DecodeError, Message
 
 from headrace.service.auth import is_health
-from headrace.service.crowd import Crowd
+from headrace.service.call_limit import CallLimit
 from headrace.service.errors import ServiceError, exhausted, malformed
 from headrace.service.handlers import over_bytes, read, surround
 from headrace.service.message_size import MAX_FIELDS, too_many_fields
 
-# Requests that are being received: more for so long only.
+# Requests that are being received; each further one ends one that takes longer than this.
 _MAX_READS = 32
 _READ_S = 2.0
-# Smaller requests wait for no other to be decoded.
+# Smaller requests are decoded at once.
 _MAX_SMALL_BYTES = 64 * 1024
 _MAX_LARGE_BYTES = 16 * 1024 * 1024
 _MAX_WAITING_BYTES = 32 * 1024 * 1024
-# A health check names a service. Callers need no token for it, so few may be in the middle of one.
+# A health check names a service. Callers need no token, so size and number are small.
 _MAX_HEALTH_BYTES = 1024
 _MAX_HEALTH_READS = 64
 
@@ -35,14 +35,14 @@ _held: ContextVar["_Held | None"] = ContextVar("headrace_request", default=None)
 
 
 class RequestInterceptor(grpc.aio.ServerInterceptor):
-    """Gives handlers decoded requests; innermost, as it takes handlers as they were registered."""
+    """Decodes requests for the registered handlers. The innermost interceptor."""
 
     def __init__(self) -> None:
         self._large = LargeRequests(_MAX_LARGE_BYTES, _MAX_WAITING_BYTES)
         self._decoding = asyncio.Lock()
-        self._reads = Crowd(_MAX_READS, _READ_S)
-        self._health_reads = Crowd(_MAX_HEALTH_READS)
-        # By method: its handler as it was registered, and what we made of it.
+        self._reads = CallLimit(_MAX_READS, _READ_S)
+        self._health_reads = CallLimit(_MAX_HEALTH_READS)
+        # By method: the registered handler and its wrapper.
         self._made: dict[str, tuple[Any, Any]] = {}
 
     async def intercept_service(
@@ -63,7 +63,7 @@ class RequestInterceptor(grpc.aio.ServerInterceptor):
     def _over_bytes(self, handler: Any, method: str) -> Any:
         # FromString is a class method of the message.
         message = handler.request_deserializer.__self__
-        # Streams of requests come from our own services, but for reflection's.
+        # Streams of requests come from other services of Headrace, except reflection's.
         is_ours = handler.request_streaming and method.startswith("/headrace.")
 
         def decode(data: bytes) -> Message:
@@ -75,18 +75,18 @@ class RequestInterceptor(grpc.aio.ServerInterceptor):
                 raise malformed(error) from error
 
         async def read_one(context: Any) -> Message:
-            async with self._reads.place():
+            async with self._reads.admitted():
                 data = await _only(context)
             if len(data) <= _MAX_SMALL_BYTES:
                 return decode(data)
             await self._large.enter(len(data))
-            # One in each round of the loop, so that others are answered in between.
+            # One in each iteration of the event loop, so that other calls are served between.
             async with self._decoding:
                 await asyncio.sleep(0)
                 return decode(data)
 
         async def read_health(context: Any) -> Message:
-            async with self._health_reads.place():
+            async with self._health_reads.admitted():
                 data = await _only(context)
             if len(data) > _MAX_HEALTH_BYTES:
                 raise exhausted("TOO_LARGE", f"send at most {_MAX_HEALTH_BYTES} bytes")
@@ -120,25 +120,25 @@ async def _only(context: Any) -> bytes:
 
 
 def release_request() -> None:
-    """Says that the handler of this task keeps nothing of its request: others can be decoded."""
+    """Tells that the handler of this task keeps no part of its request; another is decoded."""
     if (held := _held.get()) is not None:
         held.release()
 
 
 class LargeRequests:
-    """Admits large requests to being decoded, in their order."""
+    """Admits large requests to decoding, in order of arrival."""
 
     def __init__(self, max_bytes: int, max_waiting_bytes: int) -> None:
-        """max_bytes are of those admitted, at least one; max_waiting_bytes of those that wait."""
+        """max_bytes bounds admitted requests (one is always admitted), max_waiting_bytes others."""
         self._max_bytes = max_bytes
         self._max_waiting_bytes = max_waiting_bytes
-        # Bytes of each by the future of its turn.
+        # The number of bytes of each waiting request, by the future that admits the request.
         self._waiting: dict[asyncio.Future[None], int] = {}
         self.num_bytes = 0
         self.num_waiting_bytes = 0
 
     async def enter(self, num_bytes: int) -> None:
-        """Waits for a request's turn; `release_request` in the same task ends it.
+        """Waits until a request is admitted; `release_request` in the same task releases it.
 
         Raises:
             ServiceError: RESOURCE_EXHAUSTED, when too much waits already.
@@ -166,14 +166,14 @@ class LargeRequests:
             raise
 
     def leave(self, num_bytes: int) -> None:
-        """A request that was admitted is not held any more."""
+        """Releases an admitted request."""
         self.num_bytes -= num_bytes
         self._admit()
 
     def _admit(self) -> None:
         while self._waiting:
             turn, num_bytes = next(iter(self._waiting.items()))
-            # One that was cancelled in this round of the loop has not heard of it yet.
+            # A task that was cancelled in this iteration of the loop has not run since.
             if not (turn.cancelled() or self._has_room(num_bytes)):
                 return
             del self._waiting[turn]
@@ -187,7 +187,7 @@ class LargeRequests:
 
 
 class _Held:
-    """The bytes of one request, given back once."""
+    """The bytes of one admitted request; releasing them twice releases them once."""
 
     def __init__(self, owner: LargeRequests, num_bytes: int) -> None:
         self._owner = owner

@@ -1,7 +1,7 @@
-"""What sampling settings may be, for every port that takes them.
+"""Checks sampling settings; routers and schedulers both check them.
 
-A worker refuses a plan as a whole, so one impossible setting would cost everybody of that step: it
-must not come so far, whether a client sent it to a router or somebody sent it to a scheduler.
+A worker refuses a plan as a whole, so one invalid setting would fail every request of the step.
+Routers check what clients send, and schedulers check what routers send.
 """
 
 import math

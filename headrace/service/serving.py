@@ -1,4 +1,4 @@
-"""A gRPC server as every service here runs it: health, reflection, TLS, token, clear errors."""
+"""The gRPC server of every service: health, reflection, TLS, token, errors, limits."""
 
 import asyncio
 import resource
@@ -19,13 +19,13 @@ from headrace.service.requests import RequestInterceptor
 from headrace.service.tls import read_authorities, read_pair, read_token
 
 _MAX_PORT = 65_535
-# Clients behind gateways ping during a long silent prefill; let them.
+# Clients behind gateways ping during a long prefill, in which nothing is sent.
 _PINGS = (
     ("grpc.http2.max_ping_strikes", 0),
     ("grpc.http2.min_ping_interval_without_data_ms", 10_000),
     ("grpc.keepalive_permit_without_calls", 1),
 )
-# A connection must get this far in this time: TLS and HTTP/2 agreed, pings answered.
+# Limits for connections that finish no handshake, answer no ping, or carry no call.
 _HANDSHAKE_MS = 10_000
 _PING_MS, _PONG_MS = 60_000, 20_000
 _MAX_IDLE_MS = 300_000
@@ -74,7 +74,7 @@ class GrpcServer:
             options=[
                 ("grpc.max_receive_message_length", config.max_message_bytes),
                 ("grpc.max_send_message_length", -1),
-                # A port that is taken must be an error, not a second listener.
+                # Two processes must not listen on one port.
                 ("grpc.so_reuseport", 0),
                 *_PINGS,
                 *_hostile_peers(),
@@ -133,8 +133,8 @@ class GrpcServer:
 
 
 def _hostile_peers() -> tuple[tuple[str, int], ...]:
-    """Options that bound what a connection costs which does nothing, or too much."""
-    # Half of our descriptors are for files, and for connections of our own.
+    """Options that bound what idle, slow and greedy connections cost."""
+    # Half of the descriptors are kept for files and for connections to other services.
     num_files, _ = resource.getrlimit(resource.RLIMIT_NOFILE)
     return (
         ("grpc.server_handshake_timeout_ms", _HANDSHAKE_MS),
@@ -144,15 +144,15 @@ def _hostile_peers() -> tuple[tuple[str, int], ...]:
         ("grpc.max_connection_idle_ms", _MAX_IDLE_MS),
         ("grpc.max_allowed_incoming_connections", min(_MAX_CONNECTIONS, num_files // 2)),
         ("grpc.max_concurrent_streams", _MAX_STREAMS),
-        # Else the window of a stream grows to megabytes before anybody reads its request.
+        # With the probe the window of a stream grows to megabytes before its request is read.
         ("grpc.http2.bdp_probe", 0),
     )
 
 
 def stop_asked() -> asyncio.Event:
-    """An event that the first SIGTERM or SIGINT sets; a second one ends the process at once.
+    """An event that the first SIGTERM or SIGINT sets; a second signal ends the process at once.
 
-    To be called before anybody knows where we listen: until then a signal just ends us.
+    Call it before the address is published: until then a signal ends the process at once.
     """
     loop = asyncio.get_running_loop()
     asked = asyncio.Event()

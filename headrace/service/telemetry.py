@@ -1,7 +1,7 @@
 """Traces: one trace id from the client's call to the worker's step, exported over OTLP/gRPC.
 
-Trace context travels as a W3C `traceparent` string, because most of our hops are not calls but
-fields of messages on long streams. Without an endpoint the SDK is not even imported, and a span
+Trace context travels as a W3C `traceparent` string, because most hops are not calls but fields of
+messages on long streams. Without an endpoint the SDK is not even imported, and a span
 costs one comparison; a caller's context is still passed on.
 
 Attribute names follow OpenTelemetry's semantic conventions for RPC and for generative AI.
@@ -49,18 +49,18 @@ RPC_SYSTEM = "rpc.system.name"
 RPC_METHOD = "rpc.method"
 RPC_STATUS_CODE = "rpc.response.status_code"
 
-# A collector that hangs must not hold up a service that stops.
+# A collector that hangs must not delay the end of a service for longer than this.
 _EXPORT_TIMEOUT_S = 2.0
 _FLUSH_TIMEOUT_MS = 2_000
 
 _PROPAGATOR = TraceContextTextMapPropagator()
 
-# Ours rather than OpenTelemetry's own context: an async generator that is dropped half-way is
-# finished in another context, where detaching would log an error for each cancelled stream.
+# Not OpenTelemetry's context: an async generator that is dropped half-way is finished in another
+# context, where detaching would log an error for each cancelled stream.
 _current: ContextVar[Span | None] = ContextVar("headrace_span", default=None)
 _tracer: trace.Tracer | None = None
 
-# Codes by which a server says that it failed, as opposed to its caller.
+# Status codes of faults of the server, as opposed to faults of the caller.
 _SERVER_FAULTS = frozenset(
     {
         "UNKNOWN",
@@ -190,7 +190,7 @@ def use_span(span: Span) -> Iterator[Span]:
 
 
 def note_error(span: Span, error: BaseException) -> None:
-    """Notes on a span why its work ended early; the caller still ends it."""
+    """Records on a span why its work ended early; the caller still ends the span."""
     if not span.is_recording():
         return
     if isinstance(error, asyncio.CancelledError | GeneratorExit):
@@ -201,20 +201,20 @@ def note_error(span: Span, error: BaseException) -> None:
 
 
 def current_span() -> Span:
-    """The span of the block we are in, to set attributes on; one that ignores them if untraced."""
+    """The current span, to set attributes on; an untraced span ignores attributes."""
     return _current.get() or trace.get_current_span()
 
 
 def current_traceparent() -> str:
-    """What to hand to the next process: W3C `traceparent`, "" when not traced.
+    """The W3C `traceparent` of the current span for the next process; "" when not traced.
 
-    Outside our own spans it is the current span of the application's own OpenTelemetry.
+    Outside spans of this module the current span is that of the application's OpenTelemetry.
     """
     return traceparent_of(current_span())
 
 
 def traceparent_of(span: Span) -> str:
-    """A span's W3C `traceparent`, "" when it has none."""
+    """The W3C `traceparent` of a span; "" when the span is not traced."""
     carrier: dict[str, str] = {}
     _PROPAGATOR.inject(carrier, trace.set_span_in_context(span, Context()))
     return carrier.get("traceparent", "")
@@ -233,7 +233,7 @@ def outgoing_metadata(span: Span | None = None) -> tuple[tuple[str, str], ...]:
 
 
 def incoming_traceparent(context: grpc.aio.ServicerContext[Any, Any]) -> str | None:
-    """The caller's `traceparent` of a call, None when it sent none."""
+    """The `traceparent` in a call's metadata; None when the caller sent none."""
     for key, value in context.invocation_metadata() or ():
         if key == "traceparent":
             return value if isinstance(value, str) else None
@@ -265,7 +265,7 @@ class ServerSpans(grpc.aio.ServerInterceptor):
 
 @contextlib.contextmanager
 def _server_span(method: str, traceparent: str, context: Any) -> Iterator[None]:
-    """A span of one call, with the status that its caller is given."""
+    """A span of one call, with the status that the caller gets."""
     name = method.removeprefix("/")
     attributes = {RPC_SYSTEM: "grpc", RPC_METHOD: name}
     with use_span(begin_span(name, traceparent, attributes, kind=SpanKind.SERVER)) as span:
@@ -274,7 +274,7 @@ def _server_span(method: str, traceparent: str, context: Any) -> Iterator[None]:
             yield
             code = _code_name(context.code())
         except asyncio.CancelledError:
-            # gRPC cancels a handler both when its caller leaves and when its time is up.
+            # gRPC cancels a handler when the caller cancels and when the deadline passes.
             remaining = context.time_remaining()
             is_late = remaining is not None and remaining <= 0
             code = "DEADLINE_EXCEEDED" if is_late else "CANCELLED"
@@ -292,7 +292,7 @@ def _server_span(method: str, traceparent: str, context: Any) -> Iterator[None]:
 
 
 def _code_name(code: Any) -> str:
-    """The name of a code as a context gives it: unset, an enum or a number."""
+    """The name of a status code, which a context gives as None, an enum or a number."""
     if not code:
         return "OK"
     if isinstance(code, grpc.StatusCode):

@@ -1,7 +1,7 @@
-"""Certificates, keys and tokens from files, checked before gRPC sees them.
+"""Reads certificates, keys and tokens from files and checks them before gRPC gets them.
 
-What is wrong with them gRPC says on stderr if at all, then reports a failed bind or an unreachable
-peer, or ends the process.
+gRPC reports a bad file on stderr at most, then as a failed bind or an unreachable peer, or ends the
+process.
 """
 
 import ssl
@@ -11,7 +11,7 @@ from headrace.service.config import ConfigError
 
 
 def read_token(file: str) -> str:
-    """The token in `file`, without surrounding white space; ConfigError if it has none."""
+    """The token in `file`, without surrounding white space; ConfigError if there is none."""
     token = _read(file).decode("utf-8", errors="replace").strip()
     if not token:
         raise ConfigError(f"{file} holds no token")
@@ -31,12 +31,12 @@ def read_authorities(file: str) -> bytes:
 
 
 def read_pair(cert_file: str, key_file: str) -> tuple[bytes, bytes]:
-    """A PEM certificate and its private key, or ConfigError when they are not that."""
+    """A PEM certificate and its private key; ConfigError for any other content."""
     cert, key = (_read(file) if file else None for file in (cert_file, key_file))
     if cert is None or key is None:
         raise ConfigError("tls_cert_file and tls_key_file go together")
     try:
-        # With a password given it does not ask for one on the terminal.
+        # With a password given, OpenSSL does not ask for one on the terminal.
         context = ssl.SSLContext(ssl.PROTOCOL_TLS_SERVER)
         context.load_cert_chain(cert_file, key_file, password="")
     except (ssl.SSLError, ValueError) as error:

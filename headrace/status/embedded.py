@@ -1,8 +1,8 @@
-"""A status store for one machine: a real Valkey server, run as our child.
+"""A status store for one machine: a real Valkey server as a child process.
 
-It listens on a unix socket in a folder that only we can enter, with a password of this run, is
-started again when it dies, and cannot outlive us. It keeps an append-only file, so its restart
-loses nothing that it had acknowledged.
+The server listens on a unix socket in a private folder, asks for a password of this run, is started
+again when it dies, and ends with this process. It keeps an append-only file, so that a restart
+loses no acknowledged write.
 """
 
 import asyncio
@@ -30,7 +30,7 @@ _POLL_S = 0.01
 _STOP_TIMEOUT_S = 5.0
 _FIRST_BACKOFF_S = 0.1
 _MAX_BACKOFF_S = 5.0
-# A server that ran this long was well; its next death is a new misfortune.
+# A server that ran this long was healthy, so the backoff starts again.
 _WELL_AFTER_S = 10.0
 
 _CONFIG = """
@@ -70,8 +70,8 @@ def find_server() -> Path:
 class EmbeddedStore:
     """The server process and its supervision.
 
-    `async with` starts it, waits until it answers, and stops it. Owns its private folder; a data
-    folder that is given stays.
+    `async with` starts the server, waits until it answers, and stops it. The private folder is
+    removed at the end; a given data folder stays.
     """
 
     def __init__(self, data_dir: Path | None = None, server: Path | None = None) -> None:
@@ -92,7 +92,7 @@ class EmbeddedStore:
 
     @property
     def pid(self) -> int:
-        """The server's process id; changes when it is started again."""
+        """The server's process id; changes at a restart."""
         assert self._process is not None, "started by `async with`"
         return self._process.pid
 
@@ -113,7 +113,7 @@ class EmbeddedStore:
 
     async def __aexit__(self, *_: object) -> None:
         assert self._supervision is not None
-        # A library may swallow the cancellation; the flag and the server's end do not depend on it.
+        # Not by cancellation alone, which a library may swallow.
         self._is_closing = True
         self._supervision.cancel()
         await self._end(signal.SIGTERM)
@@ -131,7 +131,7 @@ class EmbeddedStore:
         return self._socket.with_name("store.log")
 
     async def _start(self, server: Path) -> None:
-        """Starts the server and waits until it answers."""
+        """Starts the server and waits until PING is answered."""
         self._socket.unlink(missing_ok=True)
         config = _CONFIG.format(socket=self._socket, data=self._data_dir, password=self._password)
         with self._log.open("wb") as log:
@@ -140,7 +140,7 @@ class EmbeddedStore:
                 stdin=asyncio.subprocess.PIPE,
                 stdout=log,
                 stderr=log,
-                # Ctrl-C in the terminal must not take the store before its users.
+                # Ctrl-C in the terminal must not end the store before its users.
                 start_new_session=True,
             )
         # By a pipe, so that the password is in no file and in no argument list.
@@ -159,7 +159,7 @@ class EmbeddedStore:
             ) from None
 
     async def _supervise(self, server: Path) -> None:
-        """Starts the server again whenever it dies."""
+        """Restarts the server whenever it dies."""
         backoff_s = _FIRST_BACKOFF_S
         while True:
             assert self._process is not None
@@ -179,7 +179,7 @@ class EmbeddedStore:
                 await self._end(signal.SIGKILL)
 
     async def _answers(self) -> bool:
-        """Whether the server takes commands, having loaded its file."""
+        """Whether the server has loaded its file and takes commands."""
         if not self._socket.exists():
             return False
         client = Redis.from_url(self.url, socket_timeout=1.0, retry=Retry(NoBackoff(), 0))
@@ -191,7 +191,7 @@ class EmbeddedStore:
             await client.aclose()
 
     async def _end(self, number: signal.Signals) -> None:
-        """Ends the server and waits for it, with force if it takes too long."""
+        """Ends the server and waits; kills the server when that takes too long."""
         process = self._process
         if process is None or process.returncode is not None:
             return

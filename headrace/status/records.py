@@ -1,4 +1,4 @@
-"""What is written to the status store, what it answers, and what it holds."""
+"""Updates to the status store, its answers, and its records."""
 
 from dataclasses import dataclass
 from enum import StrEnum

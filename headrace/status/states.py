@@ -1,6 +1,6 @@
-"""What states a request can be in, and which change is whose.
+"""The states of a request, and which service may write which transition.
 
-The one table. It knows no store and no clock; `store` applies it by compare-and-set.
+Pure: `store` applies the table by compare-and-set.
 
 An epoch counts dispatches of a request. A change keeps the epoch, except that a router which
 takes a live request back (its scheduler is gone, or everything restarted) raises it: what the
@@ -12,7 +12,7 @@ from enum import StrEnum
 
 
 class State(StrEnum):
-    """Where a request stands, for its caller."""
+    """The state of a request, as its caller sees it."""
 
     QUEUED = "QUEUED"
     REJECTED = "REJECTED"
@@ -35,7 +35,7 @@ class State(StrEnum):
 
 
 class Writer(StrEnum):
-    """Who writes."""
+    """The service that writes a transition."""
 
     ROUTER = "router"
     SCHEDULER = "scheduler"

@@ -35,7 +35,7 @@ from headrace.status.write_behind import Batch, WriteBehind
 
 logger = logging.getLogger(__name__)
 
-# Never retried: trying again with a wrong password locks accounts and helps nobody.
+# Never retried: repeated attempts with a wrong password lock accounts.
 _CREDENTIAL_ERRORS = (
     AuthenticationError,
     AuthenticationWrongNumberOfArgsError,
@@ -113,7 +113,7 @@ class StatusStore:
         Args:
             url: redis://, rediss:// (TLS) or unix:// with password, user and db as redis-py
                 takes them; "" is no store.
-            writer: which transitions are ours.
+            writer: whose transitions may be written.
             live_ttl_s: a record's life after its last change while its request lives.
             finished_ttl_s: its life after the request's end.
             timeout_s: how long a connection or an answer may take.
@@ -157,7 +157,7 @@ class StatusStore:
         return self._behind.num_refused
 
     def record(self, update: Update) -> None:
-        """Notes a change and returns at once; `run` writes it. Order per request is kept.
+        """Queues an update and returns at once; `run` writes updates, in order per request.
 
         ValueError: the state is never this writer's to write, or the id is not one.
         """
@@ -171,7 +171,7 @@ class StatusStore:
             await self._behind.run()
 
     async def flush(self, timeout_s: float) -> bool:
-        """Waits until everything recorded so far was written or refused; False: it was not."""
+        """Waits until all updates so far are written or refused; False after the timeout."""
         return self._client is None or await self._behind.flush(timeout_s)
 
     async def ping(self) -> None:
@@ -304,7 +304,7 @@ def _client(url: str, timeout_s: float) -> redis.asyncio.Redis:
 
 
 def _refuses_us(error: Exception) -> bool:
-    """Whether it is about credentials; redis-py wraps what a new unix connection raises."""
+    """Whether an error is about credentials; redis-py wraps errors of new unix connections."""
     return isinstance(error, _CREDENTIAL_ERRORS) or isinstance(error.__cause__, _CREDENTIAL_ERRORS)
 
 

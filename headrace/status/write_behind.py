@@ -1,7 +1,8 @@
 """Writes status updates a little later, in batches, so that serving never waits for the store.
 
-It keeps each request's updates in order, merges what nobody needs to see, tries again while the
-store is away and gives up on what cannot become legal. It knows neither Redis nor the table.
+Updates of a request are kept in order and merged where only the last counts. They are retried while
+the store is away and dropped when no later change can make them legal. This module knows neither
+Redis nor the state table.
 """
 
 import asyncio
@@ -14,7 +15,7 @@ from headrace.status.states import State
 
 logger = logging.getLogger(__name__)
 
-# Encoding a batch holds up the event loop that also streams tokens; this many take it 2 ms.
+# Encoding a batch blocks the event loop, which also streams tokens; this many take 2 ms.
 _MAX_BATCH_REQUESTS = 64
 # Between two batches, unless a full one waits: a batch costs as much as ten requests' records.
 _BATCH_GAP_S = 0.02
@@ -92,7 +93,7 @@ class WriteBehind:
         return not self._is_broken
 
     async def run(self) -> None:
-        """Writes until cancelled, or until the store refuses our credentials."""
+        """Writes until cancelled, or until the store refuses the credentials."""
         backoff_s = _FIRST_BACKOFF_S
         while True:
             # A store that is away is tried even when there is nothing to write.

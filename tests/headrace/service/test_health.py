@@ -6,8 +6,8 @@ import grpc
 import pytest
 from grpc_health.v1 import health_pb2, health_pb2_grpc
 
+from headrace.service.call_limit import CallLimit
 from headrace.service.channels import open_channel
-from headrace.service.crowd import Crowd
 from headrace.service.errors import from_rpc_error
 from headrace.service.serving import GrpcServer, ServingConfig
 from tests.headrace.raw_http2 import RawHttp2
@@ -70,7 +70,7 @@ async def test_a_watcher_that_never_reads_holds_up_nobody(server, stub):
 
 
 async def test_the_oldest_watcher_leaves_when_there_are_too_many(server, stub):
-    server._health.watchers = Crowd(2)
+    server._health.watchers = CallLimit(2)
     with RawHttp2(server.address, window=0) as stalled:
         stalled.call(WATCH)
         await until(lambda: len(server._health.watchers) == 1)
