@@ -1,4 +1,4 @@
-"""Builds a pool whose engines run our scheduling core."""
+"""Builds a pool whose engines run SchedulerCore."""
 
 from collections.abc import Callable, Mapping
 from dataclasses import replace
@@ -8,15 +8,15 @@ from scheduler.config import PoolSettings, SchedulerSettings
 from scheduler.core.plan import SchedulerConfig
 from scheduler.core.policy import POLICIES, policy_name
 from scheduler.core.scheduler import SchedulerCore
-from scheduler.engine import Engine
+from scheduler.engine import WorkerEngine
 from scheduler.pool import Pool
 from scheduler.replay.recording import Recording, path_for
 from scheduler.switchboard import Switchboard
-from scheduler.worker import WorkerConnector, WorkerInfo, WorkerStream
+from scheduler.worker import WorkerConnector, WorkerSpec, WorkerStream
 
 
-def core_config(info: WorkerInfo, settings: SchedulerSettings) -> SchedulerConfig:
-    """How a worker's steps are decided: its own limits, narrowed by our settings.
+def core_config(info: WorkerSpec, settings: SchedulerSettings) -> SchedulerConfig:
+    """The core's settings for a worker: the worker's limits, narrowed by the scheduler's settings.
 
     Drafts come with a result, which a step planned ahead of it cannot use. Unless we are told
     otherwise, no request gets more than half of a step's tokens: a long prompt leaves the other
@@ -43,8 +43,8 @@ def core_config(info: WorkerInfo, settings: SchedulerSettings) -> SchedulerConfi
     )
 
 
-def as_driven(info: WorkerInfo, config: SchedulerConfig) -> WorkerInfo:
-    """What routers are told of a worker: its limits are those of its steps."""
+def as_driven(info: WorkerSpec, config: SchedulerConfig) -> WorkerSpec:
+    """The worker's spec for routers, with the limits that its steps have."""
     return replace(
         info,
         max_num_seqs=config.max_num_seqs,
@@ -63,10 +63,10 @@ def build_pool(
 ) -> Pool:
     """A pool over the workers behind `connectors` (by address); clock: seconds since the epoch."""
 
-    def make_engine(info: WorkerInfo, stream: WorkerStream) -> Engine:
+    def make_engine(info: WorkerSpec, stream: WorkerStream) -> WorkerEngine:
         config = core_config(info, settings)
         recording = _recording(config, info, settings, is_only_worker=len(connectors) == 1)
-        return Engine(
+        return WorkerEngine(
             recording.recorder if recording else SchedulerCore(config),
             stream,
             as_driven(info, config),
@@ -87,7 +87,7 @@ def _narrowed(limit: int, setting: int) -> int:
 
 def _recording(
     config: SchedulerConfig,
-    info: WorkerInfo,
+    info: WorkerSpec,
     settings: SchedulerSettings,
     *,
     is_only_worker: bool,

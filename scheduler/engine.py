@@ -1,8 +1,8 @@
 """Drives one incarnation of one gpuworker, step by step.
 
-The loop owns the scheduling core and all that belongs to a step; others send it messages.
-Decisions are made synchronously, between two awaits; only the edges wait. It lives as long as the
-worker's stream: when that breaks, `take_requests` hands over what was not finished.
+The engine's loop owns the scheduling core and everything that belongs to a step; other tasks send
+the loop messages. Decisions are made synchronously, between two awaits. The engine lives as long as
+the worker's stream; when the stream breaks, `take_requests` hands over the unfinished requests.
 """
 
 import asyncio
@@ -13,7 +13,7 @@ import numpy as np
 
 from headrace.service import telemetry
 from scheduler import intake
-from scheduler.core.explain import Explanation
+from scheduler.core.explain import RequestExplanation
 from scheduler.core.plan import (
     Admission,
     FinishedRequest,
@@ -32,25 +32,25 @@ from scheduler.updates import FirstAdmission, RequestEnd
 from scheduler.worker import (
     Draining,
     WorkerDrainedError,
-    WorkerInfo,
     WorkerLostError,
     WorkerResult,
+    WorkerSpec,
     WorkerStream,
 )
 
-# How often a loop that has requests, but nothing to run, looks again (deadlines, pauses, rows that
-# the worker may forget).
+# How often an engine that has requests but an empty plan plans again: a deadline may pass, and rows
+# may have to be freed in the worker.
 _STUCK_RETRY_S = 0.1
 
 
-class Engine:
-    """The loop of one worker incarnation. `submit`, `cancel`, `set_paused` are messages to it."""
+class WorkerEngine:
+    """The loop of one worker incarnation; `submit`, `cancel` and `set_paused` send it messages."""
 
     def __init__(
         self,
         core: SchedulerCore,
         stream: WorkerStream,
-        info: WorkerInfo,
+        info: WorkerSpec,
         *,
         switchboard: Switchboard,
         clock: Callable[[], float],
@@ -59,16 +59,16 @@ class Engine:
         hashes_ahead: bool = True,
         recording: Recording | None = None,
     ) -> None:
-        """The engine closes the stream in the end.
+        """The engine closes the stream when `run` ends.
 
         Args:
             core: decides each step; a Recorder where the run is recorded. The engine owns the core.
             stream: a new stream of the worker.
             info: what the worker is.
-            switchboard: where news of requests goes.
+            switchboard: publishes tokens, admissions and ends.
             clock: seconds since the epoch.
-            pipeline_depth: plans that may be without a result; as the core was told.
-            step_timeout_s: a worker that gives no result for so long is lost.
+            pipeline_depth: plans that may be without a result; the core's setting.
+            step_timeout_s: a worker that gives no result for this long is lost.
             hashes_ahead: hash long prompts between steps, for the prefix cache.
             recording: where `core` records its run; the engine closes it.
         """
@@ -90,20 +90,20 @@ class Engine:
         self._asking: dict[int, LiveRequest] = {}
         self._key_by_row: Int64Array = np.zeros(info.max_num_seqs, dtype=np.int64)
         self._wake = asyncio.Event()
-        # False once a plan came out empty, until something changes.
+        # False after an empty plan, until a message or a result comes.
         self._is_worth_planning = True
         self._last_progress_s = 0.0
         self.num_steps = 0
-        # The worker said that it is shutting down: it gets no new requests.
+        # The worker has said that it is shutting down: the worker gets no new requests.
         self.is_draining = False
 
     @property
-    def info(self) -> WorkerInfo:
+    def info(self) -> WorkerSpec:
         return self._info
 
     @property
     def num_requests(self) -> int:
-        """Requests it has, those on their way in included."""
+        """Requests of this engine, those still in its inbox included."""
         return len(self._requests)
 
     @property
@@ -119,31 +119,31 @@ class Engine:
         return self._core.num_free_blocks
 
     def refusal(self, num_prompt_tokens: int, max_tokens: int) -> str | None:
-        """Why such a request can never be served here, or None."""
+        """Why this worker can never serve such a request, or None."""
         return self._core.refusal(num_prompt_tokens, max_tokens)
 
     def end_reached(self, submission: Submission, generated: Int32Array) -> RequestStatus | None:
-        """How a request has ended with its last token. See intake.end_reached."""
+        """How a request has ended with its last token; see intake.end_reached."""
         max_num_tokens = self._core.config.max_num_tokens
         return intake.end_reached(submission, generated, self._info, max_num_tokens)
 
-    def explain(self, request_id: str) -> Explanation | None:
-        """What happened to a request here and why, or None."""
+    def explain(self, request_id: str) -> RequestExplanation | None:
+        """The history of a request on this worker, or None."""
         return self._core.explain(request_id)
 
     def submit(self, request: LiveRequest) -> None:
-        """Take a request; it must be one that `refusal` lets pass."""
-        request.home = self
+        """Queue a request; `refusal` must have returned None for the request."""
+        request.owner = self
         self._requests[request.key] = request
         self._journal.submitted(request, self._info.worker_id)
         self._tell(request)
 
     def cancel(self, request: LiveRequest, status: RequestStatus) -> None:
-        """End a request before the next step; nothing happens if it has ended."""
+        """End a request before the next step; no effect on a request that has ended."""
         self._tell(Cancel(request, status))
 
     def set_paused(self, request: LiveRequest, *, is_paused: bool) -> None:
-        """Set a request aside before the next step, or go on with it."""
+        """Pause or continue a request before the next step."""
         request.is_paused = is_paused
         self._tell(Pausing(request))
 
@@ -201,7 +201,7 @@ class Engine:
             match await self._stream.receive():
                 case Draining():
                     self.is_draining = True
-                    self._switchboard.bell.ring()
+                    self._switchboard.changes.notify()
                 case result:
                     self._results.append(result)
             self._wake.set()
@@ -234,20 +234,20 @@ class Engine:
         if not plan.is_worth_sending:
             self._is_worth_planning = False
             return
-        placed = self._place(plan)
+        placed = self._assign_rows(plan)
         span = self._journal.begin_step(plan, placed) if placed else None
         if not self._in_flight:
             self._last_progress_s = asyncio.get_running_loop().time()
         keys = self._key_by_row[plan.rows]
         self._in_flight.append(InFlight(plan, keys, admissions, span, self._asking_in(plan)))
-        self._switchboard.bell.ring()
+        self._switchboard.changes.notify()
         await self._stream.send(
             plan,
             [request.submission.sampling for request in placed],
             telemetry.traceparent_of(span) if span is not None else "",
         )
 
-    def _place(self, plan: StepPlan) -> list[LiveRequest]:
+    def _assign_rows(self, plan: StepPlan) -> list[LiveRequest]:
         """Note which request each row holds from now on; in the order of plan.row_requests."""
         for row in plan.freed_rows.tolist():
             self._asking.pop(row, None)
@@ -255,7 +255,7 @@ class Engine:
         for row_request in plan.row_requests:
             self._key_by_row[row_request.row] = row_request.key
             request = self._requests[row_request.key]
-            # It starts from its first token again, and so do its prompt's log probabilities.
+            # The prompt is computed from its first token again, with its log probabilities.
             request.prompt_logprobs.clear()
             submission = request.submission
             if submission.wants_logprobs or submission.wants_prompt_logprobs:
@@ -312,7 +312,7 @@ class Engine:
         self._last_progress_s = asyncio.get_running_loop().time()
 
     def _publish_ends(self, ended: Sequence[FinishedRequest]) -> None:
-        """Tell the routers of requests that ended, and not by a result."""
+        """Publish the ends of requests that did not end by a result."""
         if ended:
             self._switchboard.publish(ends=[self._end(facts) for facts in ended])
 
@@ -320,7 +320,11 @@ class Engine:
         return RequestEnd(self._requests.pop(facts.key), facts, message)
 
     async def _wait(self) -> None:
-        """Until something happened; a worker that gives no result in time is lost."""
+        """Wait for a message, a result, or the time to plan again.
+
+        Raises:
+            WorkerLostError: the worker gave no result in time.
+        """
         when = None
         if self._in_flight:
             when = self._last_progress_s + self._step_timeout_s

@@ -1,4 +1,4 @@
-"""A plan on its way to the worker, and what its result says of requests rather than rows."""
+"""A plan without a result: validates the result and maps its rows to requests."""
 
 from collections.abc import Mapping
 from dataclasses import dataclass, field
@@ -9,14 +9,14 @@ from opentelemetry.trace import Span
 from scheduler.core.plan import Int32Array, Int64Array, StepOutput, StepPlan, StepResult
 from scheduler.requests import LiveRequest
 from scheduler.updates import NO_DRAFTS, FirstAdmission, NewLogprobs
-from scheduler.worker import RowLogprobs, WorkerInfo, WorkerLostError, WorkerResult
+from scheduler.worker import RowLogprobs, WorkerLostError, WorkerResult, WorkerSpec
 
 
 @dataclass(frozen=True, slots=True)
 class InFlight:
     """A plan whose result has not come.
 
-    Rows change hands while results are on their way, so each plan remembers who had which.
+    Rows are reused while results are in flight, so each plan keeps which request had which row.
 
     Args:
         plan: what was sent.
@@ -32,7 +32,7 @@ class InFlight:
     span: Span | None = None
     asking: Mapping[int, LiveRequest] = field(default_factory=dict)
 
-    def check(self, result: WorkerResult, info: WorkerInfo) -> None:
+    def check(self, result: WorkerResult, info: WorkerSpec) -> None:
         """Compare every field of a worker's result with the plan, before any of it is applied.
 
         Raises:
@@ -55,7 +55,7 @@ class InFlight:
         self._check_logprobs(result, info.vocab_size)
 
     def _check_num_sampled(self, step: StepResult) -> None:
-        """Unfinished prefills and failed rows get no token; others one and their right drafts."""
+        """No token for unfinished prefills and failed rows; else one, and one per right draft."""
         plan = self.plan
         most = (~plan.is_prefill_chunk).astype(np.int32)
         least = most
@@ -70,7 +70,7 @@ class InFlight:
                 f"it sampled {sampled.tolist()} tokens where {most.tolist()} were due"
             )
 
-    def _check_drafts(self, step: StepResult, info: WorkerInfo) -> None:
+    def _check_drafts(self, step: StepResult, info: WorkerSpec) -> None:
         num_drafts = step.num_draft_tokens
         if len(num_drafts) and (
             len(num_drafts) != self.plan.num_reqs or num_drafts.max() > info.num_spec_tokens
@@ -95,7 +95,7 @@ class InFlight:
                 raise WorkerLostError("it sent other log probabilities than were asked for")
 
     def failures(self, result: WorkerResult) -> dict[int, str]:
-        """What went wrong, by the key of the failed request."""
+        """The worker's message about each failed request, by key."""
         if not result.message_by_failed_row:
             return {}
         key_by_row = self._key_by_row()
@@ -109,7 +109,7 @@ class InFlight:
         """
         if not len(self.plan.num_draft_tokens):
             return NO_DRAFTS
-        # Both are in the plan's order; who got no tokens, or is gone, is not among the keys.
+        # Both are in the plan's order; output.keys lacks requests that got no token or have ended.
         is_kept = np.isin(self.keys, output.keys)
         num_drafts = self.plan.num_draft_tokens[is_kept]
         num_accepted = output.num_new_tokens - 1
@@ -120,8 +120,8 @@ class InFlight:
     ) -> list[NewLogprobs]:
         """Log probabilities of the tokens that were kept; `requests` are the live ones by key.
 
-        Those of the prompt come in pieces, chunk by chunk; they are gathered in the request until
-        its first token.
+        Log probabilities of a prompt come chunk by chunk; the request collects them until its first
+        token.
         """
         if not result.logprobs:
             return []
@@ -149,7 +149,7 @@ class InFlight:
 def _has_logprobs_due(request: LiveRequest, entry: RowLogprobs, num_sampled: int) -> bool:
     """Whether a row's log probabilities are those of its sampled tokens and of its prompt.
 
-    Those of the prompt come in pieces; all of them are there with the first token.
+    Log probabilities of the prompt come chunk by chunk; the last ones come with the first token.
     """
     submission = request.submission
     if len(entry.tokens) != (num_sampled if submission.wants_logprobs else 0):

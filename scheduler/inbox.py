@@ -1,6 +1,6 @@
-"""What others tell an engine, brought to its core between two steps, in the order of its coming.
+"""Messages to an engine, applied to its core between two steps, in order of arrival.
 
-A long prompt is hashed here first, a slice at a time, so that no step waits for it.
+A long prompt is hashed first, a slice at a time between steps, so that no step waits for the hash.
 """
 
 from collections import deque
@@ -12,12 +12,12 @@ from scheduler.core.plan import FinishedRequest, NewRequest, RequestStatus
 from scheduler.core.scheduler import SchedulerCore
 from scheduler.requests import LiveRequest
 from scheduler.switchboard import Switchboard
-from scheduler.worker import WorkerInfo
+from scheduler.worker import WorkerSpec
 
 
 @dataclass(frozen=True, slots=True)
 class Cancel:
-    """End a request; nothing happens if it has ended."""
+    """End a request; no effect on a request that has ended."""
 
     request: LiveRequest
     status: RequestStatus
@@ -25,7 +25,7 @@ class Cancel:
 
 @dataclass(frozen=True, slots=True)
 class Pausing:
-    """Set a request aside or go on with it, as its is_paused says when this is read."""
+    """Pause or continue a request, as request.is_paused says when the message is applied."""
 
     request: LiveRequest
 
@@ -34,7 +34,7 @@ Message = LiveRequest | Cancel | Pausing
 
 
 class Inbox:
-    """Messages that were not read yet, and long prompts that were not hashed yet.
+    """Messages not applied yet, and long prompts not hashed yet.
 
     Owned by the loop of one engine.
     """
@@ -42,7 +42,7 @@ class Inbox:
     def __init__(
         self,
         core: SchedulerCore,
-        info: WorkerInfo,
+        info: WorkerSpec,
         switchboard: Switchboard,
         *,
         clock: Callable[[], float],
@@ -61,15 +61,15 @@ class Inbox:
 
     @property
     def is_hashing(self) -> bool:
-        """Whether a prompt is left to hash."""
+        """Whether prompts are left to hash."""
         return bool(self._unhashed)
 
     def tell(self, message: Message) -> None:
-        """A LiveRequest is one that is new here."""
+        """Queue a message; a LiveRequest is a new request."""
         self._messages.append(message)
 
     def read(self) -> list[FinishedRequest] | None:
-        """Bring every message to the core; who ended by that. None: there was no message."""
+        """Apply every message to the core; the requests that ended by that. None: no message."""
         if not self._messages:
             return None
         ended = []
@@ -87,7 +87,7 @@ class Inbox:
         return ended
 
     def hash_slice(self) -> bool:
-        """Hash a little of the oldest long prompt; True once the core has it."""
+        """Hash a slice of the oldest long prompt; True once the core has the request."""
         key, (request, new_request) = next(iter(self._unhashed.items()))
         assert new_request.block_hashes is not None, "only such requests wait for it"
         if not new_request.block_hashes.advance(new_request.prompt_token_ids):
@@ -97,13 +97,13 @@ class Inbox:
         return True
 
     def give_up(self) -> tuple[set[int], list[FinishedRequest]]:
-        """Nothing is read any more: the keys that the core never had, and who was cancelled."""
+        """Drop all messages; the keys that the core never had, and the cancelled requests."""
         not_in_core = set(self._unhashed)
         ended: dict[int, FinishedRequest] = {}
         for message in self._messages:
             match message:
                 case Cancel(request, status):
-                    # The first to cancel it says how it ended.
+                    # The first cancellation says how the request ended.
                     ended.setdefault(request.key, intake.unscheduled_end(request, status))
                 case LiveRequest(key=key):
                     not_in_core.add(key)
@@ -111,13 +111,13 @@ class Inbox:
         return not_in_core, list(ended.values())
 
     def _abort(self, request: LiveRequest, status: RequestStatus) -> FinishedRequest | None:
-        """How it ended just now; None if it had ended."""
+        """End a request now; None if the request had ended before."""
         if self._unhashed.pop(request.key, None) is not None:
             return intake.unscheduled_end(request, status)
         return self._core.abort(request.key, status)
 
     def _add(self, request: LiveRequest) -> FinishedRequest | None:
-        """Give it to the core; how it ended if there is nothing left to do."""
+        """Give a request to the core, or return its end if no token is left to generate."""
         generated = request.generated_token_ids
         end = intake.end_reached(
             request.submission, generated, self._info, self._core.config.max_num_tokens
@@ -138,10 +138,10 @@ class Inbox:
             self._pause_or_continue(request)
 
     def _pause_or_continue(self, request: LiveRequest) -> None:
-        """Bring the core to what is wanted; it knows no request that has ended or is not hashed."""
+        """Set the request's pause state in the core, which ignores requests it does not have."""
         if not request.is_paused:
             self._core.continue_request(request.key)
         elif self._core.pause_request(request.key):
             self._journal.paused(request)
-            # What it held is free, whether or not there is anything else to run.
-            self._switchboard.bell.ring()
+            # Its blocks are free; routers learn that even if nothing else runs.
+            self._switchboard.changes.notify()

@@ -1,15 +1,15 @@
-"""What a live request is to a scheduling core: how it goes in, and when there is no need to."""
+"""Converts a live request for a scheduling core, and tells when the core is not needed."""
 
 from scheduler.core.block_hash import BLOCKS_PER_SLICE, BlockHashes
 from scheduler.core.plan import FinishedRequest, Int32Array, NewRequest, RequestStatus
 from scheduler.requests import LiveRequest, Submission
-from scheduler.worker import WorkerInfo
+from scheduler.worker import WorkerSpec
 
 
-def new_request(request: LiveRequest, info: WorkerInfo, *, hashes_ahead: bool) -> NewRequest:
+def new_request(request: LiveRequest, info: WorkerSpec, *, hashes_ahead: bool) -> NewRequest:
     """The request as the core of a worker takes it.
 
-    With hashes_ahead a long prompt comes with block_hashes to be filled before the core has it.
+    With hashes_ahead, a long prompt has block_hashes that the caller fills before the core gets it.
     """
     submission = request.submission
     is_long = len(submission.prompt_token_ids) > BLOCKS_PER_SLICE * info.block_size
@@ -25,7 +25,7 @@ def new_request(request: LiveRequest, info: WorkerInfo, *, hashes_ahead: bool) -
         stop_token_ids=submission.stop_token_ids,
         min_tokens=submission.min_tokens,
         cache_salt=submission.cache_salt,
-        # Log probabilities of the prompt need every prompt token computed.
+        # Log probabilities of the prompt exist only for prompt tokens that are computed.
         skip_reading_prefix_cache=submission.wants_prompt_logprobs,
         deadline=submission.deadline,
         block_hashes=(
@@ -37,9 +37,9 @@ def new_request(request: LiveRequest, info: WorkerInfo, *, hashes_ahead: bool) -
 
 
 def end_reached(
-    submission: Submission, generated: Int32Array, info: WorkerInfo, max_num_tokens: int
+    submission: Submission, generated: Int32Array, info: WorkerSpec, max_num_tokens: int
 ) -> RequestStatus | None:
-    """How a request has ended with its last token, though nobody said so; None if it goes on.
+    """How a request has ended with its last generated token; None if it goes on.
 
     generated is [num_tokens] of an earlier epoch, whose end may have been lost on the way.
     max_num_tokens is where any request of the worker ends (SchedulerConfig.max_num_tokens).
@@ -59,5 +59,5 @@ def end_reached(
 
 
 def unscheduled_end(request: LiveRequest, status: RequestStatus) -> FinishedRequest:
-    """How a request ends that no core has."""
+    """The end of a request that no core has."""
     return FinishedRequest(request.key, request.submission.request_id, status, None, 0)

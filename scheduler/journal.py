@@ -1,4 +1,4 @@
-"""Tells the outside of a request's life: status records and spans. The token path never waits."""
+"""Writes status records and spans of requests. The token path never waits for them."""
 
 from collections.abc import Callable, Sequence
 
@@ -13,7 +13,7 @@ from scheduler.requests import LiveRequest
 
 
 class Journal:
-    """Writes down what happens to requests. One for all engines of the process."""
+    """Status records and spans of all engines of the process."""
 
     def __init__(
         self, store: StatusStore, scheduler_id: str, *, clock: Callable[[], float]
@@ -30,7 +30,7 @@ class Journal:
         return len(self._spans)
 
     def submitted(self, request: LiveRequest, worker_id: str) -> None:
-        """A worker's engine has it now; again after its worker was lost."""
+        """A worker's engine took the request, for the first time or after its worker was lost."""
         if not request.is_traced:
             return
         if (span := self._spans.get(request.key)) is not None:
@@ -49,19 +49,19 @@ class Journal:
         )
 
     def admitted(self, request: LiveRequest, num_cached_tokens: int, worker_id: str) -> None:
-        """It runs, for the first time or again."""
+        """The request was admitted, for the first time or again."""
         self._record(request, State.RUNNING, worker_id=worker_id)
         if (span := self._spans.get(request.key)) is not None:
             span.add_event("admitted", {telemetry.USAGE_CACHED_TOKENS: num_cached_tokens})
 
     def preempted(self, request: LiveRequest) -> None:
-        """It lost its blocks, and waits."""
+        """The request was preempted."""
         self._record(request, State.PREEMPTED)
         if (span := self._spans.get(request.key)) is not None:
             span.add_event("preempted")
 
     def paused(self, request: LiveRequest) -> None:
-        """It lost its blocks because its client does not read, and waits for that."""
+        """The request was paused, because its client does not read, and has no blocks."""
         self._record(request, State.PAUSED)
         if (span := self._spans.get(request.key)) is not None:
             span.add_event("paused")
@@ -69,7 +69,7 @@ class Journal:
     def finished(
         self, request: LiveRequest, facts: FinishedRequest, message: str, num_generated: int
     ) -> None:
-        """It ended, with so many tokens generated."""
+        """The request ended with num_generated tokens."""
         state = State(facts.status.name)
         self._record(request, state, detail=message, completion_tokens=num_generated)
         if (span := self._spans.pop(request.key, None)) is not None:

@@ -1,7 +1,7 @@
 """The gpuworkers this scheduler drives, and which of them gets a request.
 
-A task per worker finds out what it is, runs an engine on it, and starts over when it is lost.
-Requests of a lost worker wait here until a worker of their model can go on with them.
+One task per worker describes the worker, runs an engine on it, and starts over when the worker is
+lost. Requests of a lost worker (orphans) wait here until another worker of their model takes them.
 """
 
 import asyncio
@@ -12,9 +12,9 @@ from dataclasses import dataclass, replace
 from headrace.service.errors import CALL_ENDS
 from headrace.vocabulary import RefusalReason, WorkerState
 from scheduler.config import PoolSettings
-from scheduler.core.explain import Explanation
+from scheduler.core.explain import RequestExplanation
 from scheduler.core.plan import Int32Array, RequestStatus
-from scheduler.engine import Engine
+from scheduler.engine import WorkerEngine
 from scheduler.intake import unscheduled_end
 from scheduler.requests import LiveRequest, Submission
 from scheduler.switchboard import Switchboard
@@ -22,8 +22,8 @@ from scheduler.updates import NotTaken, RequestEnd
 from scheduler.worker import (
     WorkerConnector,
     WorkerDrainedError,
-    WorkerInfo,
     WorkerLostError,
+    WorkerSpec,
     WorkerStream,
     WorkerUnavailableError,
 )
@@ -32,9 +32,9 @@ logger = logging.getLogger(__name__)
 
 _FIRST_RETRY_S = 0.05
 _MAX_RETRY_S = 2.0
-_LIMBO_CHECK_S = 0.1
+_ORPHAN_CHECK_S = 0.1
 
-MakeEngine = Callable[[WorkerInfo, WorkerStream], Engine]
+MakeEngine = Callable[[WorkerSpec, WorkerStream], WorkerEngine]
 
 
 @dataclass(slots=True, eq=False)
@@ -44,15 +44,15 @@ class ManagedWorker:
     address: str
     connector: WorkerConnector
     state: WorkerState = WorkerState.STARTING
-    info: WorkerInfo | None = None
-    engine: Engine | None = None
+    info: WorkerSpec | None = None
+    engine: WorkerEngine | None = None
 
 
 @dataclass(frozen=True, slots=True)
 class WorkerLoad:
-    """A worker as others see it; num_waiting are the requests in no row that could have one."""
+    """A worker's load for routers; num_waiting: requests without a row that are not paused."""
 
-    info: WorkerInfo
+    info: WorkerSpec
     state: WorkerState
     num_free_blocks: int = 0
     num_running: int = 0
@@ -60,8 +60,8 @@ class WorkerLoad:
 
 
 @dataclass(slots=True)
-class _Waiting:
-    """A request between two workers, since since_s on the loop's clock."""
+class _Orphan:
+    """A request whose worker was lost at since_s on the loop's clock."""
 
     request: LiveRequest
     since_s: float
@@ -85,8 +85,8 @@ class Pool:
         self._switchboard = switchboard
         self._settings = settings
         self._clock = clock
-        self._limbo: dict[int, _Waiting] = {}
-        self._limbo_filled = asyncio.Event()
+        self._orphans: dict[int, _Orphan] = {}
+        self._has_orphans = asyncio.Event()
         self._is_draining = False
 
     async def run(self) -> None:
@@ -94,7 +94,7 @@ class Pool:
         async with asyncio.TaskGroup() as tasks:
             for worker in self._workers:
                 tasks.create_task(self._drive(worker), name=f"drive {worker.address}")
-            tasks.create_task(self._watch_limbo(), name="watch requests without a worker")
+            tasks.create_task(self._expire_orphans(), name="watch requests without a worker")
 
     @property
     def is_draining(self) -> bool:
@@ -104,7 +104,7 @@ class Pool:
     async def drain(self, timeout_s: float) -> bool:
         """Refuse new requests and wait for the live ones; False if time was up first."""
         self._is_draining = True
-        self._switchboard.bell.ring()
+        self._switchboard.changes.notify()
         try:
             async with asyncio.timeout(timeout_s):
                 await self._switchboard.requests.wait_empty()
@@ -112,8 +112,8 @@ class Pool:
             return False
         return True
 
-    def choose(self, submission: Submission) -> Engine | NotTaken:
-        """The engine for a new request: the worker asked for, else the least loaded that can."""
+    def choose(self, submission: Submission) -> WorkerEngine | NotTaken:
+        """The engine for a new request: the named worker's, else the least loaded able one."""
         if self._is_draining:
             return NotTaken(
                 submission.handle, RefusalReason.DRAINING, "this scheduler is shutting down"
@@ -134,22 +134,22 @@ class Pool:
         return min(able, key=_busyness) if able else next(r for r in refusals if r is not None)
 
     def cancel(self, request: LiveRequest, status: RequestStatus) -> None:
-        """End a request that waits for a worker."""
-        if self._limbo.pop(request.key, None) is not None:
+        """End an orphan."""
+        if self._orphans.pop(request.key, None) is not None:
             self._end(request, status, "")
 
     def set_paused(self, request: LiveRequest, *, is_paused: bool) -> None:
-        """Note it for the worker that will have the request."""
+        """Pause or continue an orphan; the next worker's engine applies the state."""
         request.is_paused = is_paused
 
-    def explain(self, request_id: str) -> Explanation | None:
+    def explain(self, request_id: str) -> RequestExplanation | None:
         """A request's history, from the worker that has or had it."""
         engines = (worker.engine for worker in self._workers if worker.engine is not None)
         histories = (engine.explain(request_id) for engine in engines)
         return next((history for history in histories if history is not None), None)
 
     def snapshot(self) -> list[WorkerLoad]:
-        """Every worker that ever said what it is, in order of worker_id."""
+        """Every worker that was described once, in order of worker_id."""
         loads = []
         for worker in self._workers:
             if worker.info is None:
@@ -168,7 +168,7 @@ class Pool:
             )
         return sorted(loads, key=lambda load: load.info.worker_id)
 
-    def _choose_named(self, submission: Submission) -> Engine | NotTaken:
+    def _choose_named(self, submission: Submission) -> WorkerEngine | NotTaken:
         worker_id, handle = submission.worker_id, submission.handle
         worker = next(
             (w for w in self._workers if w.info is not None and w.info.worker_id == worker_id), None
@@ -192,13 +192,13 @@ class Pool:
         generated = submission.generated_token_ids
         return _refusal(worker.engine, submission, generated) or worker.engine
 
-    def _engines_of(self, model: str) -> list[Engine]:
-        """Those that take requests for a model; "" is any."""
+    def _engines_of(self, model: str) -> list[WorkerEngine]:
+        """Engines that take new requests of a model; "" is any model."""
         engines = [worker.engine for worker in self._workers if worker.engine is not None]
         return [e for e in engines if not e.is_draining and model in {"", e.info.model}]
 
     async def _drive(self, worker: ManagedWorker) -> None:
-        """Find the worker, run it until it is lost, and again."""
+        """Describe the worker, run its engine until the worker is lost, and start over."""
         retry_s = _FIRST_RETRY_S
         try:
             while True:
@@ -209,36 +209,36 @@ class Pool:
                 except BaseException:  # a bug, or a library's panic, costs this worker only
                     logger.exception("cannot use the worker at %s", worker.address)
                     num_steps = 0
-                # Only a step done shows that it is well again; one that hangs or dies at once
-                # is not tried in a tight loop.
+                # Only a finished step shows that the worker is well again; a worker that hangs or
+                # dies at once is not retried in a tight loop.
                 retry_s = _FIRST_RETRY_S if num_steps else min(2 * retry_s, _MAX_RETRY_S)
                 await asyncio.sleep(retry_s)
         finally:
             await worker.connector.close()
 
     async def _drive_once(self, worker: ManagedWorker) -> int:
-        """Find the worker and run it until it is lost; the number of steps it did."""
+        """Describe the worker and run its engine; returns the number of steps that were done."""
         # Fails where its tables do not fit in memory, or nothing can be planned with such limits.
         engine = self._start(worker, await self._describe(worker))
         await self._run_engine(worker, engine)
         self._lose(worker, engine)
         return engine.num_steps
 
-    async def _describe(self, worker: ManagedWorker) -> WorkerInfo:
+    async def _describe(self, worker: ManagedWorker) -> WorkerSpec:
         retry_s, last_reason = _FIRST_RETRY_S, ""
         while True:
             try:
                 return await worker.connector.describe()
             except WorkerUnavailableError as error:
-                # Once each: a wrong token or certificate must show, a long load must not flood.
+                # Each reason is logged once: a wrong token must show, a long load must not flood.
                 if (reason := str(error)) != last_reason:
                     logger.info("worker at %s is not ready: %s", worker.address, reason)
                     last_reason = reason
             await asyncio.sleep(retry_s)
             retry_s = min(2 * retry_s, _MAX_RETRY_S)
 
-    def _named_apart(self, worker: ManagedWorker, info: WorkerInfo) -> WorkerInfo:
-        """With an id that no other worker here has: routers tell workers apart by it."""
+    def _named_apart(self, worker: ManagedWorker, info: WorkerSpec) -> WorkerSpec:
+        """`info` with a worker_id that is unique in this pool: routers tell workers apart by it."""
         ids = {w.info.worker_id for w in self._workers if w is not worker and w.info is not None}
         if info.worker_id not in ids:
             return info
@@ -252,12 +252,12 @@ class Pool:
         )
         return replace(info, worker_id=apart)
 
-    def _start(self, worker: ManagedWorker, info: WorkerInfo) -> Engine:
+    def _start(self, worker: ManagedWorker, info: WorkerSpec) -> WorkerEngine:
         info = self._named_apart(worker, info)
         worker.engine = self._make_engine(info, worker.connector.execute())
         worker.info = worker.engine.info
         worker.state = WorkerState.READY
-        self._switchboard.bell.ring()
+        self._switchboard.changes.notify()
         logger.info(
             "worker %s (%s) is ready: model %s, %d KV blocks of %d tokens",
             info.worker_id,
@@ -266,10 +266,10 @@ class Pool:
             info.num_kv_blocks,
             info.block_size,
         )
-        self._place_waiting()
+        self._reassign_orphans()
         return worker.engine
 
-    async def _run_engine(self, worker: ManagedWorker, engine: Engine) -> None:
+    async def _run_engine(self, worker: ManagedWorker, engine: WorkerEngine) -> None:
         """Run an engine until its worker is lost."""
         # In a task of its own: a TaskGroup that fails while it is cancelled forgets that it was
         # cancelled, and we would look for the worker again in a scheduler that is shutting down.
@@ -290,11 +290,11 @@ class Pool:
         except* BaseException:
             logger.exception("the engine of the worker at %s failed", worker.address)
 
-    def _lose(self, worker: ManagedWorker, engine: Engine) -> None:
-        """The worker is gone; what it did not finish goes to limbo."""
+    def _lose(self, worker: ManagedWorker, engine: WorkerEngine) -> None:
+        """Take over the unfinished requests of a lost worker."""
         worker.engine = None
         worker.state = WorkerState.LOST
-        self._switchboard.bell.ring()
+        self._switchboard.changes.notify()
         now_s = asyncio.get_running_loop().time()
         for request in engine.take_requests():
             if request.num_losses > self._settings.max_num_losses:
@@ -304,13 +304,13 @@ class Pool:
                     f"its worker died {request.num_losses} times while running it",
                 )
                 continue
-            request.home = self
-            self._limbo[request.key] = _Waiting(request, now_s)
-        self._place_waiting()
+            request.owner = self
+            self._orphans[request.key] = _Orphan(request, now_s)
+        self._reassign_orphans()
 
-    def _place_waiting(self) -> None:
-        """Give the requests in limbo to workers that can take them, oldest first."""
-        for waiting in list(self._limbo.values()):
+    def _reassign_orphans(self) -> None:
+        """Submit orphans to workers that can serve them, oldest first."""
+        for waiting in list(self._orphans.values()):
             submission = waiting.request.submission
             able = [
                 engine
@@ -318,46 +318,48 @@ class Pool:
                 if _refusal(engine, submission, waiting.request.generated_token_ids) is None
             ]
             if able:
-                del self._limbo[waiting.request.key]
+                del self._orphans[waiting.request.key]
                 min(able, key=_busyness).submit(waiting.request)
-        if self._limbo:
-            self._limbo_filled.set()
+        if self._orphans:
+            self._has_orphans.set()
 
-    async def _watch_limbo(self) -> None:
-        """End requests in limbo whose deadline or patience is over."""
+    async def _expire_orphans(self) -> None:
+        """End orphans whose deadline has passed, or for which no worker came in time."""
         while True:
-            await self._limbo_filled.wait()
+            await self._has_orphans.wait()
             now, now_s = self._clock(), asyncio.get_running_loop().time()
-            for waiting in list(self._limbo.values()):
+            for waiting in list(self._orphans.values()):
                 deadline = waiting.request.submission.deadline
                 if deadline is not None and deadline <= now:
                     self.cancel(waiting.request, RequestStatus.DEADLINE)
                 elif now_s - waiting.since_s > self._settings.requeue_timeout_s:
-                    del self._limbo[waiting.request.key]
+                    del self._orphans[waiting.request.key]
                     self._end(
                         waiting.request, RequestStatus.ERROR, "its worker is lost, no other came"
                     )
-            if self._limbo:
-                await asyncio.sleep(_LIMBO_CHECK_S)
+            if self._orphans:
+                await asyncio.sleep(_ORPHAN_CHECK_S)
             else:
-                self._limbo_filled.clear()
+                self._has_orphans.clear()
 
     def _end(self, request: LiveRequest, status: RequestStatus, message: str) -> None:
         facts = unscheduled_end(request, status)
         self._switchboard.publish(ends=[RequestEnd(request, facts, message)])
 
 
-def _busyness(engine: Engine) -> tuple[float, int]:
+def _busyness(engine: WorkerEngine) -> tuple[float, int]:
     """Smaller is less loaded: requests per sequence slot, then blocks in use."""
     used_blocks = engine.info.num_kv_blocks - engine.num_free_blocks
     num_requests = engine.num_requests - engine.num_paused
     return num_requests / engine.info.max_num_seqs, used_blocks
 
 
-def _refusal(engine: Engine, submission: Submission, generated: Int32Array) -> NotTaken | None:
-    """Why this engine can never go on with this request, or None.
+def _refusal(
+    engine: WorkerEngine, submission: Submission, generated: Int32Array
+) -> NotTaken | None:
+    """Why this engine can never serve this request, or None.
 
-    generated is [num_tokens] what it starts from; it takes room as the prompt does.
+    generated is [num_tokens] tokens of earlier epochs; they take room as the prompt does.
     """
     vocab_size = engine.info.vocab_size
     largest_token_ids = {

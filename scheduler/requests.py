@@ -18,8 +18,8 @@ from scheduler.core.plan import EMPTY_INT32, Int32Array, Int64Array, RequestStat
 
 UInt32Array = NDArray[np.uint32]
 
-# A key is a slot of the columns below plus a count that makes it unique for ever: a plan still
-# on its way may name a request whose slot already has its next tenant.
+# A key is a slot of the columns below plus a count that makes the key unique for ever: a plan in
+# flight may name a request whose slot is used by another request already.
 _SLOT_BITS = 24
 _SLOT_MASK = (1 << _SLOT_BITS) - 1
 
@@ -57,28 +57,28 @@ class Submission:
     traceparent: str = ""
 
 
-class Home(Protocol):
-    """Whoever has a request now: a worker's engine, or the pool while no worker has it."""
+class RequestOwner(Protocol):
+    """What has a request now: a worker's engine, or the pool while no worker has the request."""
 
     def cancel(self, request: "LiveRequest", status: RequestStatus) -> None:
-        """End `request` soon; its end is published like any other."""
+        """End `request` soon; the end is published as any other."""
 
     def set_paused(self, request: "LiveRequest", *, is_paused: bool) -> None:
-        """Set `request` aside soon, because its client does not read, or let it go on."""
+        """Pause `request` soon, because its client does not read, or continue it."""
 
 
 @dataclass(slots=True, eq=False)
 class LiveRequest:
-    """A request from submission to its end; owned by its home, changed by nobody else.
+    """A request from submission to its end; changed by its owner only.
 
-    generated_token_ids: [num_tokens] what it starts from; grows only when it changes homes.
+    generated_token_ids: [num_tokens] what it starts from; grows only when it changes owners.
     num_losses counts the workers that died while they had it. is_paused is what its router wants.
     """
 
     key: int
     connection: int
     submission: Submission
-    home: Home
+    owner: RequestOwner
     generated_token_ids: Int32Array
     num_losses: int = 0
     is_admitted: bool = False
@@ -91,7 +91,7 @@ class LiveRequest:
         return bool(self.submission.traceparent)
 
 
-class RequestTable:
+class LiveRequestTable:
     """All live requests by key and by id, with their routing columns."""
 
     def __init__(self, initial_capacity: int = 256) -> None:
@@ -109,7 +109,7 @@ class RequestTable:
     def __len__(self) -> int:
         return self._num_live
 
-    def add(self, connection: int, submission: Submission, home: Home) -> LiveRequest:
+    def add(self, connection: int, submission: Submission, owner: RequestOwner) -> LiveRequest:
         """Give a submission its key. Its id must not be live."""
         assert submission.request_id not in self._by_id, "a request id lives twice"
         if not self._free_slots:
@@ -120,7 +120,7 @@ class RequestTable:
             key=(self._num_added << _SLOT_BITS) | slot,
             connection=connection,
             submission=submission,
-            home=home,
+            owner=owner,
             generated_token_ids=submission.generated_token_ids,
         )
         self._requests[slot] = request
@@ -133,7 +133,7 @@ class RequestTable:
         return request
 
     def remove(self, request: LiveRequest) -> None:
-        """Forget a request that ended."""
+        """Unregister a request that ended."""
         slot = request.key & _SLOT_MASK
         assert self._requests[slot] is request, "a request was removed twice"
         self._requests[slot] = None
@@ -144,7 +144,7 @@ class RequestTable:
             self._empty.set()
 
     def release_id(self, request: LiveRequest) -> None:
-        """Let the id be used again, though the request has yet to be ended."""
+        """Let the id be used again before the request has ended."""
         request_id = request.submission.request_id
         if self._by_id.get(request_id) is request:
             del self._by_id[request_id]
@@ -159,7 +159,7 @@ class RequestTable:
         return self._by_id.get(request_id)
 
     def routes(self, keys: Int64Array) -> tuple[Int32Array, UInt32Array]:
-        """Where news of `keys` goes: connection and handle of each, [num_keys]."""
+        """Connection and handle of each key, [num_keys]."""
         slots = keys & _SLOT_MASK
         return self._connections[slots], self._handles[slots]
 

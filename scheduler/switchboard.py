@@ -13,7 +13,7 @@ import numpy as np
 from scheduler.core.plan import EMPTY_INT32, Int32Array, Int64Array, StepOutput
 from scheduler.journal import Journal
 from scheduler.outbox import RouterOutbox
-from scheduler.requests import Home, LiveRequest, RequestTable, Submission
+from scheduler.requests import LiveRequest, LiveRequestTable, RequestOwner, Submission
 from scheduler.updates import (
     NO_DRAFTS,
     FirstAdmission,
@@ -24,29 +24,29 @@ from scheduler.updates import (
 )
 
 _EMPTY_INT64: Int64Array = np.empty(0, dtype=np.int64)
-# Of no step.
+# The output of no step.
 NO_OUTPUT = StepOutput(
     step_id=0, keys=_EMPTY_INT64, num_new_tokens=EMPTY_INT32, token_ids=EMPTY_INT32, finished=()
 )
 
 
-class Bell:
-    """Tells watchers that something changed; costs next to nothing while nobody waits."""
+class ChangeSignal:
+    """Wakes tasks that wait for a change; nearly free while no task waits."""
 
     def __init__(self) -> None:
-        self.num_rings = 0
+        self.num_changes = 0
         self._event: asyncio.Event | None = None
 
-    def ring(self) -> None:
-        """Something changed."""
-        self.num_rings += 1
+    def notify(self) -> None:
+        """Note a change and wake the waiting tasks."""
+        self.num_changes += 1
         if self._event is not None:
             self._event.set()
             self._event = None
 
-    async def wait(self, num_rings: int, timeout_s: float) -> None:
-        """Until it has rung more than num_rings times, or for timeout_s."""
-        if self.num_rings != num_rings:
+    async def wait(self, num_changes: int, timeout_s: float) -> None:
+        """Return when more than num_changes changes were noted, or after timeout_s."""
+        if self.num_changes != num_changes:
             return
         event = self._event = self._event or asyncio.Event()
         with contextlib.suppress(TimeoutError):
@@ -55,36 +55,39 @@ class Bell:
 
 
 class Switchboard:
-    """The routers' outboxes and all live requests. The bell rings when their number changes."""
+    """The routers' outboxes and all live requests.
+
+    `changes` is notified when requests come and go or a worker's load or state changes.
+    """
 
     def __init__(self, journal: Journal) -> None:
-        self.requests = RequestTable()
-        self.bell = Bell()
+        self.requests = LiveRequestTable()
+        self.changes = ChangeSignal()
         self.journal = journal
         self._outboxes: dict[int, RouterOutbox] = {}
         self._by_handle: dict[int, dict[int, LiveRequest]] = {}
         self._num_opened = 0
 
     def open(self, outbox: RouterOutbox) -> int:
-        """Take a router in; its number is never given again."""
+        """Register a router's outbox; returns the connection's number, which is never reused."""
         self._num_opened += 1
         self._outboxes[self._num_opened] = outbox
         self._by_handle[self._num_opened] = {}
         return self._num_opened
 
     def close(self, connection: int) -> list[LiveRequest]:
-        """Send nothing more there; returns its live requests, which are the caller's to end."""
+        """Unregister a router's outbox; returns its live requests, which the caller must end."""
         del self._outboxes[connection]
         return list(self._by_handle.pop(connection).values())
 
-    def add(self, connection: int, submission: Submission, home: Home) -> LiveRequest:
-        """Take a request in; neither its id nor its handle may be live."""
-        request = self.requests.add(connection, submission, home)
+    def add(self, connection: int, submission: Submission, owner: RequestOwner) -> LiveRequest:
+        """Register a request; neither its id nor its handle may be live."""
+        request = self.requests.add(connection, submission, owner)
         self._by_handle[connection][submission.handle] = request
         return request
 
     def find(self, connection: int, handle: int) -> LiveRequest | None:
-        """The live request that a router means by a handle."""
+        """The live request of a router's handle, or None."""
         return self._by_handle[connection].get(handle)
 
     def refuse(self, connection: int, refusal: NotTaken) -> None:
@@ -139,7 +142,7 @@ class Switchboard:
             )
         for end in ends:
             self._forget(end)
-        self.bell.ring()
+        self.changes.notify()
 
     def _forget(self, end: RequestEnd) -> None:
         request = end.request

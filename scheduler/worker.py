@@ -1,4 +1,4 @@
-"""What the engine and the pool need of a gpuworker; `scheduler.rpc.gpuworker_client` speaks it."""
+"""What the engine and the pool need of a gpuworker; see rpc.gpuworker_client."""
 
 from collections.abc import Sequence
 from dataclasses import dataclass
@@ -9,7 +9,7 @@ from scheduler.core.plan import StepPlan, StepResult
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class WorkerInfo:
+class WorkerSpec:
     """What a worker said of itself; fixed for an incarnation.
 
     num_kv_blocks does not count the reserved null block 0. num_spec_tokens drafts, at most, come
@@ -53,7 +53,7 @@ class RowLogprobs:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class WorkerResult:
-    """A step's result and what came with it; message_by_failed_row is for people."""
+    """A step's result with its log probabilities; message_by_failed_row is for people."""
 
     step: StepResult
     logprobs: tuple[RowLogprobs, ...]
@@ -62,23 +62,23 @@ class WorkerResult:
 
 @dataclass(frozen=True, slots=True)
 class Draining:
-    """Instead of a result: the worker is shutting down, and ends when its stream does."""
+    """In place of a result: the worker is shutting down and exits when its stream ends."""
 
 
 class WorkerLostError(Exception):
-    """The worker is gone, or does not keep to the protocol; nothing more comes from it."""
+    """The worker's stream is broken, or its result is wrong; no further result is taken."""
 
 
 class WorkerDrainedError(WorkerLostError):
-    """The worker is shutting down, and nothing is left for it to do."""
+    """The worker is shutting down and has no request left."""
 
 
 class WorkerUnavailableError(Exception):
-    """The worker cannot be reached, or is not ready yet."""
+    """The worker cannot be reached, or its model is still loading."""
 
 
 class WorkerStream(Protocol):
-    """Steps of one incarnation, in order. Its end is final."""
+    """The steps of one incarnation, in order."""
 
     async def send(self, plan: StepPlan, samplings: Sequence[object], traceparent: str) -> None:
         """Send a plan; samplings has one entry for each of plan.row_requests.
@@ -95,13 +95,13 @@ class WorkerStream(Protocol):
         """
 
     def close(self) -> None:
-        """Give the stream up, whatever is on its way."""
+        """End the stream; plans and results in flight are lost."""
 
 
 class WorkerConnector(Protocol):
-    """The way to one address where a gpuworker listens (or will)."""
+    """Connects to one gpuworker address."""
 
-    async def describe(self) -> WorkerInfo:
+    async def describe(self) -> WorkerSpec:
         """What the worker is.
 
         Raises:
@@ -109,7 +109,7 @@ class WorkerConnector(Protocol):
         """
 
     def execute(self) -> WorkerStream:
-        """A new stream, with every row empty; it ends an older one of that worker."""
+        """A new stream with every row empty; the worker ends its older stream."""
 
     async def close(self) -> None:
-        """Give up the connection."""
+        """Close the connection."""

@@ -31,7 +31,7 @@ class EventKind(Enum):
 
 
 @dataclass(frozen=True, slots=True)
-class Event:
+class HistoryEvent:
     """An entry: the steps it covers, when it began, a sentence, and the tokens computed in it.
 
     queue_position counts from 0; only waits have one.
@@ -47,7 +47,7 @@ class Event:
 
 
 @dataclass(frozen=True, slots=True)
-class Explanation:
+class RequestExplanation:
     """A request's timeline, oldest entry first, and its sums.
 
     num_recomputed_tokens: computed tokens lost to preemptions and pauses. num_granted_tokens:
@@ -57,7 +57,7 @@ class Explanation:
 
     request_id: str
     status: RequestStatus
-    events: tuple[Event, ...]
+    events: tuple[HistoryEvent, ...]
     steps_waited_by_cause: dict[WaitReason, int]
     num_granted_tokens: int
     num_recomputed_tokens: int
@@ -163,7 +163,7 @@ class History:
 
     def explain(
         self, step: int, status: RequestStatus, num_computed: int, queue_position: int | None
-    ) -> Explanation:
+    ) -> RequestExplanation:
         """The history up to a step, including the current wait or run."""
         waited = dict(self._steps_waited)
         entries = [*self._first_entries, *self._last_entries]
@@ -176,7 +176,7 @@ class History:
         if run is not None:
             entries.append(run)
             num_granted += run[4][0]
-        return Explanation(
+        return RequestExplanation(
             request_id=self.request_id,
             status=status,
             events=tuple(map(_event, entries)),
@@ -247,7 +247,7 @@ class Ledger:
         if len(self._ended) > self._max_kept:
             self._ended.popitem(last=False)
 
-    def ended(self, request_id: str) -> Explanation | None:
+    def ended(self, request_id: str) -> RequestExplanation | None:
         """The history of a request that ended; None if it is not kept."""
         history = self._ended.get(request_id)
         if history is None:
@@ -257,12 +257,12 @@ class Ledger:
         return history.explain(step, status, 0, None)
 
 
-def _event(entry: _Entry) -> Event:
+def _event(entry: _Entry) -> HistoryEvent:
     kind, first, last, time, facts = entry
     num_tokens = facts[0] if kind is EventKind.SCHEDULED else 0
     position = facts[2] if kind is EventKind.WAITED else None
     detail = _SENTENCES[kind](last - first + 1, *facts)
-    return Event(first, last, kind, time, detail, num_tokens, position)
+    return HistoryEvent(first, last, kind, time, detail, num_tokens, position)
 
 
 def _waited(num_steps: int, reason: WaitReason, fact: PassedOver | None, _position: int) -> str:

@@ -8,7 +8,7 @@ argument.
 import numpy as np
 
 from scheduler.core.batch import BatchColumns, StepBatch
-from scheduler.core.explain import Explanation
+from scheduler.core.explain import RequestExplanation
 from scheduler.core.long_prefills import long_prefill_budget
 from scheduler.core.plan import (
     EMPTY_INT32,
@@ -203,7 +203,7 @@ class SchedulerCore:
             self.state.forget_delivered()
         return output
 
-    def explain(self, request_id: str) -> Explanation | None:
+    def explain(self, request_id: str) -> RequestExplanation | None:
         """A request's history; None if it is unknown or ended too long ago."""
         state = self.state
         for position, request in enumerate(state.queues):

@@ -39,7 +39,7 @@ _ReadSteps = Callable[[], Iterator[tuple[str, bytes | msgspec.Raw]]]
 UNPACK_ERRORS = (OSError, EOFError, lzma.LZMAError, zlib.error, tarfile.TarError)
 
 
-class Steps:
+class RecordedSteps:
     """The steps of a trace, read anew each time they are iterated.
 
     `where` says which step was read last. In a recording, requests that a step adds are in
@@ -67,7 +67,7 @@ class Steps:
 
 
 def read_traces(path: Path) -> Iterator[tuple[str, Record]]:
-    """The traces in a file, by name: one, or those of a tar archive. Their `steps` are Steps.
+    """The traces in a file, by name: one, or those of a tar archive. `steps` is a RecordedSteps.
 
     Raises:
         ValueError: it holds something else.
@@ -92,7 +92,7 @@ def _trace(name: str, open_file: _Open) -> Record:
     try:
         head, read_steps = _head(open_file)
         requests = head.setdefault("requests", {})
-        head["steps"] = Steps(read_steps, requests)
+        head["steps"] = RecordedSteps(read_steps, requests)
         if next(read_steps(), None) is None:
             raise ValueError("no step is recorded in it yet")
     except (ValueError, RecursionError, msgspec.DecodeError, *UNPACK_ERRORS) as error:

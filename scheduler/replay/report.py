@@ -12,7 +12,7 @@ import msgspec
 from scheduler.replay.reader import UNPACK_ERRORS, read_traces
 from scheduler.replay.replay import first_difference
 from scheduler.replay.trace import Record
-from scheduler.replay.what_if import Outcome, changed, recorded_outcome, settings, try_settings
+from scheduler.replay.what_if import RunOutcome, changed, recorded_outcome, settings, try_settings
 
 # What records that are well-formed and make no sense lead to: unknown names, lengths that do not
 # fit, blocks that are held twice, tables that do not fit in memory.
@@ -105,7 +105,7 @@ _ROWS = (
     ("mean_steps_waited", "mean steps waited"),
     ("max_steps_waited", "most steps waited"),
 )
-assert {field for field, _ in _ROWS} <= set(Outcome.__slots__), "a row shows a field of Outcome"
+assert {field for field, _ in _ROWS} <= set(RunOutcome.__slots__), "a row shows a field"
 
 
 def _number(value: float) -> str:

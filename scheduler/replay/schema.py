@@ -55,7 +55,7 @@ class RepetitionRecord(TypedDict):
     min_count: Count
 
 
-class RequestRecord(TypedDict):
+class TracedRequest(TypedDict):
     """A request."""
 
     arrival_time: float
@@ -141,7 +141,7 @@ class StepRecord(TypedDict):
     drafts: NotRequired[dict[str, Tokens]]
     state: StateRecord
     # In a recording: the requests of `add`.
-    requests: NotRequired[dict[str, RequestRecord]]
+    requests: NotRequired[dict[str, TracedRequest]]
 
 
 class LiveRecord(TypedDict):
@@ -209,7 +209,7 @@ class HeadRecord(TypedDict):
     oracle: OracleRecord
     name: NotRequired[str]
     eos_token_id: NotRequired[Token | None]
-    requests: NotRequired[dict[str, RequestRecord]]
+    requests: NotRequired[dict[str, TracedRequest]]
     start: NotRequired[StartRecord]
     steps: NotRequired[list[msgspec.Raw]]
 

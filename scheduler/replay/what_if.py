@@ -25,7 +25,7 @@ MIN_STEPS = 10_000
 
 
 @dataclass(frozen=True, slots=True)
-class Outcome:
+class RunOutcome:
     """How a run went, in sums. Steps waited: from arrival to the first admission."""
 
     num_steps: int
@@ -84,7 +84,7 @@ def _parsed(name: str, text: str, kind: Any) -> Any:
     return text
 
 
-def recorded_outcome(trace: Record) -> Outcome:
+def recorded_outcome(trace: Record) -> RunOutcome:
     """How the recorded run went."""
     sums = _Sums()
     computed: dict[str, int] = {}
@@ -108,7 +108,7 @@ def recorded_outcome(trace: Record) -> Outcome:
     return sums.outcome(num_steps)
 
 
-def try_settings(trace: Record, config: SchedulerConfig) -> Outcome:
+def try_settings(trace: Record, config: SchedulerConfig) -> RunOutcome:
     """Run a trace's workload under other settings, until it is done."""
     return _Trial(trace, config).run()
 
@@ -131,9 +131,9 @@ class _Sums:
         self.num_preemptions += 1
         self.num_recomputed_tokens += num_lost
 
-    def outcome(self, num_steps: int) -> Outcome:
+    def outcome(self, num_steps: int) -> RunOutcome:
         waits = list(self._waits.values())
-        return Outcome(
+        return RunOutcome(
             num_steps=num_steps,
             num_finished=self.num_finished,
             num_output_tokens=self.num_output_tokens,
@@ -161,7 +161,7 @@ class _Trial:
         self._accepted_credit = 0.0
         self._flights: deque[tuple[StepPlan, list[str]]] = deque()
 
-    def run(self) -> Outcome:
+    def run(self) -> RunOutcome:
         num_recorded = sum(1 for _ in self._trace["steps"])
         steps = iter(self._trace["steps"])
         for name, output in _live_at_start(self._trace).items():

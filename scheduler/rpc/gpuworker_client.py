@@ -1,4 +1,4 @@
-"""Speaks to one gpuworker over gRPC: one Execute stream, plans out, results in."""
+"""The gRPC client of one gpuworker: an Execute stream, plans out, results in."""
 
 import asyncio
 from collections.abc import Sequence
@@ -12,9 +12,9 @@ from scheduler.core.plan import StepPlan
 from scheduler.rpc import wire
 from scheduler.worker import (
     Draining,
-    WorkerInfo,
     WorkerLostError,
     WorkerResult,
+    WorkerSpec,
     WorkerUnavailableError,
 )
 
@@ -23,14 +23,14 @@ _DESCRIBE_TIMEOUT_S = 5.0
 
 
 class GpuWorkerClient:
-    """The way to one address; owns the channel."""
+    """A client of one address; owns the channel."""
 
     def __init__(self, address: str, config: ChannelConfig) -> None:
         self._channel = open_channel(address, config)
         self._stub = gpuworker_pb2_grpc.GpuWorkerStub(self._channel)
 
-    async def describe(self) -> WorkerInfo:
-        """What the worker is; WorkerUnavailableError until it can say."""
+    async def describe(self) -> WorkerSpec:
+        """The worker's spec; WorkerUnavailableError until the worker answers."""
         try:
             response = await self._stub.Describe(
                 gpuworker_pb2.DescribeRequest(), timeout=_DESCRIBE_TIMEOUT_S
@@ -53,7 +53,7 @@ class GpuWorkerClient:
 
 
 class ExecuteStream:
-    """One Execute call; `close` it always, or it lives on (leaving it does not cancel it)."""
+    """One Execute call. `close` must be called: dropping the call does not cancel it."""
 
     def __init__(
         self,

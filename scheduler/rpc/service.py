@@ -1,4 +1,4 @@
-"""The Scheduler service: one stream per router, the pool, and why a request got what it got."""
+"""The Scheduler service: a stream per router, snapshots of the pool, explanations of requests."""
 
 import asyncio
 from collections.abc import AsyncIterator
@@ -26,7 +26,7 @@ Context = grpc.aio.ServicerContext[Any, Any]
 
 
 class SchedulerService(scheduler_pb2_grpc.SchedulerServicer):
-    """Speaks for a pool; holds nothing of a request itself."""
+    """gRPC methods of the scheduler; keeps no state of a request."""
 
     def __init__(
         self, scheduler_id: str, switchboard: Switchboard, pool: Pool, *, max_waiting_tokens: int
@@ -43,16 +43,16 @@ class SchedulerService(scheduler_pb2_grpc.SchedulerServicer):
         scheduler_pb2_grpc.add_SchedulerServicer_to_server(self, server)
 
     def close_streams(self) -> None:
-        """Send what waits, then end every stream: routers go elsewhere with what is left."""
+        """Send what waits, then end every stream; routers submit what is unfinished elsewhere."""
         self._is_closing = True
-        self._switchboard.bell.ring()
+        self._switchboard.changes.notify()
         for connection in self._connections:
             connection.finish()
 
     async def Connect(  # type: ignore[override]  # grpc.aio takes handlers that write, too
         self, request_iterator: AsyncIterator[scheduler_pb2.RouterMessage], context: Context
     ) -> None:
-        """One router, until it leaves, is too slow, or this scheduler stops."""
+        """Serve one router until the router leaves or is too slow, or this scheduler stops."""
         messages = aiter(request_iterator)
         hello = await anext(messages, None)
         if hello is None or not hello.HasField("hello"):
@@ -90,20 +90,20 @@ class SchedulerService(scheduler_pb2_grpc.SchedulerServicer):
     async def WatchPool(
         self, _request: scheduler_pb2.WatchPoolRequest, _context: Context
     ) -> AsyncIterator[scheduler_pb2.PoolSnapshot]:
-        """The pool now, and when it changes."""
-        bell = self._switchboard.bell
+        """Snapshots of the pool: one now, and one after each change."""
+        changes = self._switchboard.changes
         while not self._is_closing:
-            num_rings = bell.num_rings
+            num_changes = changes.num_changes
             yield wire.pool_snapshot(
                 self._scheduler_id, self._pool.snapshot(), is_draining=self._pool.is_draining
             )
             await asyncio.sleep(_SNAPSHOT_INTERVAL_S)
-            await bell.wait(num_rings, _SNAPSHOT_HEARTBEAT_S - _SNAPSHOT_INTERVAL_S)
+            await changes.wait(num_changes, _SNAPSHOT_HEARTBEAT_S - _SNAPSHOT_INTERVAL_S)
 
     async def Explain(
         self, request: inference_pb2.ExplainRequest, _context: Context
     ) -> inference_pb2.ExplainResponse:
-        """A request's history, while it lives and for a while after."""
+        """A request's history, while the request lives and for a while after."""
         explanation = self._pool.explain(request.request_id)
         if explanation is None:
             raise not_found(
@@ -146,5 +146,5 @@ def _read(connection: RouterConnection, message: scheduler_pb2.RouterMessage) ->
 
 
 def _what_to_tell(group: BaseExceptionGroup[BaseException]) -> BaseException:
-    """The error that a stream's caller is meant to see, else what happened."""
+    """The ServiceError in a group, else the group."""
     return next((error for error in group.exceptions if isinstance(error, ServiceError)), group)

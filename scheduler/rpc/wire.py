@@ -1,4 +1,4 @@
-"""Messages of headrace.v1 to and from what this service works with; checks what comes in."""
+"""Converts headrace.v1 messages from and to this service's types, and validates incoming ones."""
 
 import math
 import re
@@ -19,20 +19,20 @@ from headrace.service.protocol import (
 from headrace.service.sampling import check_values
 from headrace.v1 import common_pb2, gpuworker_pb2, inference_pb2, scheduler_pb2
 from headrace.vocabulary import CancelReason, FinishReason, WorkerRole
-from scheduler.core.explain import Explanation
+from scheduler.core.explain import RequestExplanation
 from scheduler.core.plan import Int32Array, RequestStatus, StepPlan, StepResult
 from scheduler.pool import WorkerLoad
 from scheduler.requests import Submission
 from scheduler.updates import RequestEnd, RouterUpdate
-from scheduler.worker import RowLogprobs, WorkerInfo, WorkerResult
+from scheduler.worker import RowLogprobs, WorkerResult, WorkerSpec
 
 # One of several completions carries its number: "id#0".
 _VALID_ID = re.compile(r"[A-Za-z0-9._:-]{1,128}(#[0-9]{1,2})?")
 _MAX_ROUTER_ID_CHARS = 256
-# Of what a worker says of a failed row; its client gets that.
+# Of a worker's message about a failed row, which the client gets.
 _MAX_ERROR_CHARS = 1000
 
-# What a worker must say of itself, and the most that it may say: tables are made in these sizes.
+# Limits that a worker must report, and their maxima: tables are allocated in these sizes.
 _MOST_BY_LIMIT = {
     "max_model_len": 1 << 24,
     "block_size": 1 << 16,
@@ -42,7 +42,7 @@ _MOST_BY_LIMIT = {
     "vocab_size": 1 << 24,
 }
 _MAX_SPEC_TOKENS = 64
-# More plans ahead than this gain nothing; see SchedulerConfig.pipeline_depth.
+# A deeper pipeline gains nothing; see SchedulerConfig.pipeline_depth.
 _MAX_PIPELINE_DEPTH = 2
 _FINISH_REASON_BY_STATUS = {
     RequestStatus.STOPPED: FinishReason.STOP,
@@ -55,7 +55,7 @@ _FINISH_REASON_BY_STATUS = {
 
 
 def check_router_id(router_id: str) -> None:
-    """ServiceError unless it can stand in a log."""
+    """ServiceError unless the router's name can be printed in a log line."""
     if len(router_id) > _MAX_ROUTER_ID_CHARS or not router_id.isprintable():
         must = f"must be at most {_MAX_ROUTER_ID_CHARS} characters, all of them printable"
         raise invalid("hello.router_id", must)
@@ -103,7 +103,7 @@ def submission_of(message: scheduler_pb2.Submission) -> Submission:
 
 
 def _largest_token_ids(sampling: common_pb2.SamplingParams) -> dict[str, int]:
-    """By field, for those that name any."""
+    """The largest token id of each sampling field that names token ids."""
     named = {
         "sampling.stop_token_ids": max(sampling.stop_token_ids, default=-1),
         "sampling.logit_bias": max(sampling.logit_bias, default=-1),
@@ -155,7 +155,7 @@ def pool_snapshot(
     )
 
 
-def explain_response(explanation: Explanation) -> inference_pb2.ExplainResponse:
+def explain_response(explanation: RequestExplanation) -> inference_pb2.ExplainResponse:
     """A request's history for its caller."""
     return inference_pb2.ExplainResponse(
         request_id=explanation.request_id,
@@ -245,7 +245,7 @@ def _row_logprobs(message: gpuworker_pb2.RowLogprobs) -> RowLogprobs:
     return RowLogprobs(message.row, message.tokens, message.prompt_tokens, largest_token_id)
 
 
-def worker_info(message: common_pb2.Worker) -> WorkerInfo:
+def worker_info(message: common_pb2.Worker) -> WorkerSpec:
     """What a worker says of itself; ServiceError names the field that makes no sense."""
     for name, most in _MOST_BY_LIMIT.items():
         if not 1 <= getattr(message, name) <= most:
@@ -254,7 +254,7 @@ def worker_info(message: common_pb2.Worker) -> WorkerInfo:
         raise invalid("num_spec_tokens", f"must be at most {_MAX_SPEC_TOKENS}")
     if not message.worker_id:
         raise invalid("worker_id", "must not be empty")
-    return WorkerInfo(
+    return WorkerSpec(
         worker_id=message.worker_id,
         incarnation=message.incarnation,
         model=message.model,

@@ -109,7 +109,7 @@ async def running_scheduler(
 
 def _check_nothing_is_left(pool: Pool, switchboard: Switchboard) -> None:
     assert not switchboard.journal.num_open
-    assert not pool._limbo
+    assert not pool._orphans
     assert not any(switchboard._by_handle.values())
     assert not switchboard.requests._by_id
     for worker in pool._workers:

@@ -8,7 +8,7 @@ import pytest
 from scheduler.core.plan import EMPTY_INT32, NO_FACTS, StepOutput, StepPlan, StepResult
 from scheduler.core.scheduler import SchedulerCore
 from scheduler.in_flight import InFlight
-from scheduler.worker import WorkerInfo, WorkerLostError, WorkerResult
+from scheduler.worker import WorkerLostError, WorkerResult, WorkerSpec
 from tests.scheduler.core.building import new_request, scheduler_config
 
 
@@ -37,7 +37,7 @@ RESULT = StepResult(step_id=4, num_sampled_tokens=int32(1, 1), token_ids=int32(7
 DRAFTED = replace(RESULT, num_draft_tokens=int32(0, 2), draft_token_ids=int32(1, 1))
 
 
-INFO = WorkerInfo(
+INFO = WorkerSpec(
     worker_id="w0",
     incarnation="1",
     model="fake",

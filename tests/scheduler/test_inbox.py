@@ -13,10 +13,10 @@ from scheduler.inbox import Cancel, Inbox, Pausing
 from scheduler.journal import Journal
 from scheduler.requests import LiveRequest, Submission
 from scheduler.switchboard import Switchboard
-from scheduler.worker import WorkerInfo
+from scheduler.worker import WorkerSpec
 from tests.scheduler.core.building import scheduler_config
 
-INFO = WorkerInfo(
+INFO = WorkerSpec(
     worker_id="w0",
     incarnation="1",
     model="fake",

@@ -17,7 +17,7 @@ from scheduler.config import PoolSettings, SchedulerSettings
 from scheduler.core.plan import RequestStatus
 from scheduler.journal import Journal
 from scheduler.switchboard import Switchboard
-from scheduler.worker import WorkerInfo, WorkerLostError, WorkerResult
+from scheduler.worker import WorkerLostError, WorkerResult, WorkerSpec
 from tests.scheduler.fake_gpuworker import FakeGpuWorker, expected_tokens
 from tests.scheduler.harness import PATIENCE_S, router_to, running_scheduler, until
 
@@ -56,8 +56,8 @@ class Panic(BaseException):
         ("scheduler.rpc.gpuworker_client.GpuWorkerClient.describe", False),
         ("scheduler.pool.Pool._start", False),
         # An engine plans once before any request comes.
-        ("scheduler.engine.Engine._plan_step", False),
-        ("scheduler.engine.Engine._apply_result", True),
+        ("scheduler.engine.WorkerEngine._plan_step", False),
+        ("scheduler.engine.WorkerEngine._apply_result", True),
         ("scheduler.rpc.gpuworker_client.ExecuteStream.receive", False),
     ],
 )
@@ -115,8 +115,8 @@ class Connector:
     def __init__(self, stream: StreamThatBreaksWhenLeft) -> None:
         self.stream = stream
 
-    async def describe(self) -> WorkerInfo:
-        return WorkerInfo(
+    async def describe(self) -> WorkerSpec:
+        return WorkerSpec(
             worker_id="w0",
             incarnation="1",
             model="fake",
@@ -314,7 +314,7 @@ async def test_requests_without_a_worker_can_be_aborted_and_expire():
             expiring = await router.submit(PROMPTS[1], 10, deadline_unix_s=time.time() + 3600)
             await until(lambda: _is_stepping(scheduler))
             await worker.kill()
-            await until(lambda: len(scheduler.pool._limbo) == 2)
+            await until(lambda: len(scheduler.pool._orphans) == 2)
             await router.cancel(aborted)
             scheduler.skipped_s = 7200
             await router.finished(aborted, expiring)

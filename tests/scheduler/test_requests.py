@@ -3,7 +3,7 @@
 import numpy as np
 import pytest
 
-from scheduler.requests import RequestTable, Submission
+from scheduler.requests import LiveRequestTable, Submission
 
 
 class Nowhere:
@@ -22,7 +22,7 @@ def submission(number: int) -> Submission:
 
 
 def test_routes_say_connection_and_handle_of_many_keys_at_once():
-    table = RequestTable(initial_capacity=2)
+    table = LiveRequestTable(initial_capacity=2)
     keys = [table.add(i % 3, submission(i), Nowhere()).key for i in range(9)]
     connections, handles = table.routes(np.array(keys[::2], dtype=np.int64))
     assert connections.tolist() == [0, 2, 1, 0, 2]
@@ -30,7 +30,7 @@ def test_routes_say_connection_and_handle_of_many_keys_at_once():
 
 
 def test_a_key_is_never_given_twice_though_its_slot_is():
-    table = RequestTable(initial_capacity=1)
+    table = LiveRequestTable(initial_capacity=1)
     first = table.add(0, submission(0), Nowhere())
     table.remove(first)
     second = table.add(0, submission(1), Nowhere())
@@ -40,7 +40,7 @@ def test_a_key_is_never_given_twice_though_its_slot_is():
 
 
 def test_generated_tokens_are_counted_from_what_an_earlier_epoch_gave():
-    table = RequestTable()
+    table = LiveRequestTable()
     one = table.add(0, submission(0), Nowhere())
     table.count_tokens(np.array([one.key], dtype=np.int64), np.array([3], dtype=np.int32))
     table.count_tokens(np.array([one.key], dtype=np.int64), np.array([2], dtype=np.int32))
@@ -51,7 +51,7 @@ def test_generated_tokens_are_counted_from_what_an_earlier_epoch_gave():
 
 
 def test_a_released_id_can_live_again_before_its_first_request_is_removed():
-    table = RequestTable()
+    table = LiveRequestTable()
     first = table.add(0, submission(0), Nowhere())
     table.release_id(first)
     second = table.add(0, submission(0), Nowhere())
@@ -60,7 +60,7 @@ def test_a_released_id_can_live_again_before_its_first_request_is_removed():
 
 
 async def test_waiting_for_emptiness_ends_with_the_last_request():
-    table = RequestTable()
+    table = LiveRequestTable()
     one = table.add(0, submission(0), Nowhere())
     assert not table._empty.is_set()
     table.remove(one)
@@ -68,7 +68,7 @@ async def test_waiting_for_emptiness_ends_with_the_last_request():
 
 
 def test_removing_twice_is_a_bug():
-    table = RequestTable()
+    table = LiveRequestTable()
     one = table.add(0, submission(0), Nowhere())
     table.remove(one)
     with pytest.raises(AssertionError, match="twice"):

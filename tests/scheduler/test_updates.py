@@ -5,7 +5,7 @@ import numpy as np
 from headrace.vocabulary import RefusalReason
 from scheduler.core.plan import RequestStatus
 from scheduler.intake import unscheduled_end
-from scheduler.requests import LiveRequest, RequestTable, Submission
+from scheduler.requests import LiveRequest, LiveRequestTable, Submission
 from scheduler.updates import (
     FirstAdmission,
     NewLogprobs,
@@ -101,4 +101,4 @@ def live_request(handle: int) -> LiveRequest:
         max_tokens=9,
         sampling=None,
     )
-    return RequestTable().add(1, submission, None)
+    return LiveRequestTable().add(1, submission, None)

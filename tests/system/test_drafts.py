@@ -14,7 +14,7 @@ from scheduler.config import SchedulerSettings
 from scheduler.core.plan import NewRequest
 from scheduler.core.scheduler import SchedulerCore
 from scheduler.rpc import wire as scheduler_wire
-from scheduler.worker import WorkerInfo
+from scheduler.worker import WorkerSpec
 from tests.gpuworker.tiny import LLAMA, make_runner, save_checkpoint
 
 NUM_REQUESTS = 12
@@ -37,7 +37,7 @@ def prompts() -> list[np.ndarray]:
 
 def core_for(runner: ModelRunner) -> SchedulerCore:
     limits = runner.limits
-    info = WorkerInfo(
+    info = WorkerSpec(
         worker_id="w",
         incarnation="1",
         model="m",
