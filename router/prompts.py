@@ -3,9 +3,9 @@
 A short text is tokenized at once, in the router's own process, if the model's tokenizer and chat
 template are known to take a time in proportion to the text. All else is done by child processes,
 which are killed when they exceed the processor time or memory allowed for the text's size, or when
-the caller goes away. Children work in two lanes: one for texts that take milliseconds, which no
-other text waits for, and one for big texts. Each lane is first come, first served, and has room
-for so many characters; a text beyond that is refused.
+the caller goes away. Children work in lanes: one for texts that take milliseconds, which wait for
+no other texts, and two for big texts, to render and to tokenize. Each lane is first come, first
+served, and has room for so many characters; a text beyond that is refused.
 """
 
 import asyncio
@@ -60,7 +60,7 @@ _SLOT_CPU_S = 0.05
 _MAX_OVERTIME = 4
 
 # Ten times what the slowest machine needs.
-_CPU_S, _CPU_S_PER_CHAR = 1.0, 10e-6
+_CPU_S, _CPU_S_PER_CHAR, _RENDER_CPU_S_PER_CHAR = 1.0, 10e-6, 1e-6
 _MEMORY_BYTES, _MEMORY_BYTES_PER_CHAR = 128 << 20, 256
 
 
@@ -220,6 +220,7 @@ class PromptReader:
         self._processes = TextProcesses(models)
         lane = functools.partial(_Lane, self._processes, num_processes, max_waiting_chars)
         self._short = lane(slot_cpu_s=_SLOT_CPU_S, is_nice=False)
+        self._big_render = lane(slot_cpu_s=math.inf, is_nice=True)
         self._big = lane(slot_cpu_s=math.inf, is_nice=True)
         self._trimmer = Trimmer()
         self._has_spelled_control_tokens = has_spelled_control_tokens
@@ -227,7 +228,8 @@ class PromptReader:
     @property
     def num_waiting_chars(self) -> int:
         """Of texts that are in a lane."""
-        return self._short.num_waiting_chars + self._big.num_waiting_chars
+        lanes = (self._short, self._big_render, self._big)
+        return sum(lane.num_waiting_chars for lane in lanes)
 
     def fork(self) -> None:
         """Make the children's fork server out of this process, which must have no threads yet."""
@@ -351,9 +353,11 @@ class PromptReader:
         """The answer of this process or of a child, in which a template is the caller's affair."""
         if is_known and num_chars <= _MAX_INLINE_CHARS:
             return perform(job, self._models)
-        # Rendering is quick, for big prompts too.
-        is_short = num_chars <= _MAX_SHORT_CHARS or isinstance(job, Render)
-        lane = self._short if is_short else self._big
+        if num_chars <= _MAX_SHORT_CHARS:
+            lane = self._short
+        else:
+            # Rendering is quick, and shows what is too long to be tokenized.
+            lane = self._big_render if isinstance(job, Render) else self._big
         try:
             return await lane.run(job, num_chars)
         except TextProcessError:
@@ -383,8 +387,9 @@ def _too_many() -> ServiceError:
 
 def _task(job: Job, num_chars: int) -> Task:
     """The job with what it may take, at the size of its text."""
+    is_render = isinstance(job, Render)
     return Task(
         job,
-        cpu_s=_CPU_S + _CPU_S_PER_CHAR * num_chars,
+        cpu_s=_CPU_S + (_RENDER_CPU_S_PER_CHAR if is_render else _CPU_S_PER_CHAR) * num_chars,
         memory_bytes=_MEMORY_BYTES + _MEMORY_BYTES_PER_CHAR * num_chars,
     )

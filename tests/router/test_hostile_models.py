@@ -8,6 +8,8 @@ import pytest
 
 from headrace.service.errors import ServiceError, from_rpc_error
 from router.prompts import PromptReader
+from router.rpc import wire
+from router.text.completion import CompletionText
 from router.text.errors import ChatTemplateError
 from router.text.jobs import Encode, perform
 from tests.router.fake_scheduler import MODEL
@@ -66,27 +68,38 @@ class Collapse(BaseException):
     """As a panic of the tokenizers library: no Exception."""
 
 
-@pytest.mark.parametrize(
-    ("seam", "error"),
-    [
-        ("encode", Collapse),
-        ("decode", Collapse),
-        ("least_tokens", RuntimeError),
-        ("detokenizer", RuntimeError),
-    ],
-)
-async def test_whatever_is_raised_the_call_is_answered(seam, error, monkeypatch):
-    def fail(*_, **__):
-        raise error(seam)
+SEAMS = {
+    "tokenizing": lambda stack, model: (model.tokenizer, "encode"),
+    "the least number of tokens": lambda stack, model: (model.tokenizer, "least_tokens"),
+    "spelling token ids": lambda stack, model: (model.tokenizer, "decode"),
+    "making a detokenizer": lambda stack, model: (model.tokenizer, "detokenizer"),
+    "detokenizing": lambda stack, model: (CompletionText, "read"),
+    "rendering": lambda stack, model: (model.chat_template, "render"),
+    "admission": lambda stack, model: (stack.router, "check"),
+    "queueing": lambda stack, model: (stack.router, "submit"),
+    "checking fields": lambda stack, model: (wire, "to_prompt"),
+    "answering": lambda stack, model: (wire, "to_response"),
+}
+
+
+@pytest.mark.parametrize("seam", SEAMS)
+async def test_whatever_is_raised_the_call_is_answered_and_the_next_one_works(seam, monkeypatch):
+    def collapse(*_, **__):
+        raise Collapse(seam)
 
     model = byte_level_model()
+    # As if it were a built-in model's, whose template is rendered in this process.
+    model.chat_template.is_known = True
+    prompt = {
+        "spelling token ids": {"token_ids": {"ids": [1]}, "echo": True},
+        "rendering": {"chat": boom("hi")},
+    }.get(seam, {})
     async with running_stack(models={MODEL: model}) as stack:
         with monkeypatch.context() as patched:
-            patched.setattr(model.tokenizer, seam, fail)
-            tokens = {"token_ids": {"ids": [1]}} if seam == "decode" else {}
-            failure = await error_of(stack.generate(echo=True, **tokens))
+            patched.setattr(*SEAMS[seam](stack, model), collapse)
+            failure = await error_of(stack.generate(**prompt))
             assert failure.code is grpc.StatusCode.INTERNAL
-        assert await stack.answer()
+        assert await stack.answer(**prompt)
 
 
 def test_interrupts_are_no_failures_of_a_job():
