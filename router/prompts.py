@@ -3,9 +3,9 @@
 A short text is tokenized at once, in the router's own process, if the model's tokenizer and chat
 template are known to take a time in proportion to the text. All else is done by child processes,
 which are killed when they exceed the processor time or memory allowed for the text's size, or when
-the caller goes away. Children work in lanes: one for texts that take milliseconds, which wait for
-no other texts, and two for big texts, to render and to tokenize. Each lane is first come, first
-served, and has room for so many characters; a text beyond that is refused.
+the caller goes away. Children work in lanes: to render and to tokenize, short texts, which take
+milliseconds, and big ones. Each lane is first come, first served, and has room for so many
+characters; a text beyond that is refused. A short text that takes long leaves its lane to others.
 """
 
 import asyncio
@@ -54,10 +54,11 @@ _CHARS_PER_MESSAGE = 50
 _CHARS_PER_WORD = 10
 # A child that read a bigger text is not used again.
 _MAX_REUSE_CHARS = 400_000
-# A job of the short lane that takes more processor time than this leaves the lane to others, and
-# so many may.
-_SLOT_CPU_S = 0.05
+# A short job that takes more processor time than this leaves its lane to others, and so many may.
+_RENDER_SLOT_CPU_S, _SLOT_CPU_S = 0.01, 0.1
 _MAX_OVERTIME = 4
+# Children leave the processor to the router and the worker, and long jobs to short ones.
+_NICENESS, _BIG_NICENESS, _OVERTIME_NICENESS = 5, 10, 19
 
 # Ten times what the slowest machine needs.
 _CPU_S, _CPU_S_PER_CHAR, _RENDER_CPU_S_PER_CHAR = 1.0, 10e-6, 1e-6
@@ -107,19 +108,20 @@ class _Lane:
         max_waiting_chars: int,
         *,
         slot_cpu_s: float,
-        is_nice: bool,
+        niceness: int,
     ) -> None:
         """A job that takes more processor time leaves its slot to the next job and goes on.
 
-        is_nice leaves the processor to other processes where there are too few.
+        niceness is the children's, beyond the router's own.
         """
         self._processes = processes
         self._slots = asyncio.Semaphore(num_slots)
         self._idle: list[TextProcess] = []
         self._max_waiting_chars = max_waiting_chars
         self._slot_cpu_s = slot_cpu_s
-        self._is_nice = is_nice
-        self._num_overtime = 0
+        self._niceness = niceness
+        # Those that have left their slots, the longest first.
+        self._overtime: dict[_Slot, TextProcess] = {}
         self.num_waiting_chars = 0
 
     async def run(self, job: Job, num_chars: int) -> Answer:
@@ -135,7 +137,7 @@ class _Lane:
             slot = _Slot(self._slots)
             try:
                 process = self._idle.pop() if self._idle else await self._start()
-                with self._overtime(process, slot):
+                with self._watched(process, slot):
                     answer = await process.call(_task(job, num_chars))
             except TextProcessError as error:
                 if slot.is_taken_away:
@@ -154,14 +156,12 @@ class _Lane:
 
     async def _start(self) -> TextProcess:
         process = await self._processes.start()
-        if self._is_nice:
-            process.be_nice()
+        process.be_nice(self._niceness)
         return process
 
     @contextlib.contextmanager
-    def _overtime(self, process: TextProcess, slot: "_Slot") -> Iterator[None]:
-        """Watch over a job: too many that overrun their slots are not let go on."""
-
+    def _watched(self, process: TextProcess, slot: "_Slot") -> Iterator[None]:
+        """Watch over a job: of too many that overrun their slots, the longest are ended."""
         loop = asyncio.get_running_loop()
         begin = process.cpu_s()
         timers: list[asyncio.TimerHandle] = []
@@ -169,21 +169,24 @@ class _Lane:
         def look() -> None:
             if process.cpu_s() - begin < self._slot_cpu_s:
                 timers.append(loop.call_later(self._slot_cpu_s, look))
-            elif self._num_overtime == _MAX_OVERTIME:
-                slot.is_taken_away = True
-                process.stop()
-            else:
-                slot.is_overtime = True
-                self._num_overtime += 1
-                process.be_nice()
-                slot.leave()
+                return
+            if len(self._overtime) == _MAX_OVERTIME:
+                # The one that has run for longest, as this may be the first that is harmless.
+                longest, of_longest = next(iter(self._overtime.items()))
+                longest.is_taken_away = True
+                of_longest.stop()
+                del self._overtime[longest]
+            slot.is_overtime = True
+            self._overtime[slot] = process
+            process.be_nice(_OVERTIME_NICENESS)
+            slot.leave()
 
         timers.append(loop.call_later(self._slot_cpu_s, look))
         try:
             yield
         finally:
             timers.pop().cancel()
-            self._num_overtime -= slot.is_overtime
+            self._overtime.pop(slot, None)
 
 
 class _Slot:
@@ -219,16 +222,17 @@ class PromptReader:
         self._models = models
         self._processes = TextProcesses(models)
         lane = functools.partial(_Lane, self._processes, num_processes, max_waiting_chars)
-        self._short = lane(slot_cpu_s=_SLOT_CPU_S, is_nice=False)
-        self._big_render = lane(slot_cpu_s=math.inf, is_nice=True)
-        self._big = lane(slot_cpu_s=math.inf, is_nice=True)
+        self._render_lane = lane(slot_cpu_s=_RENDER_SLOT_CPU_S, niceness=_NICENESS)
+        self._short = lane(slot_cpu_s=_SLOT_CPU_S, niceness=_NICENESS)
+        self._big_render = lane(slot_cpu_s=math.inf, niceness=_BIG_NICENESS)
+        self._big = lane(slot_cpu_s=math.inf, niceness=_BIG_NICENESS)
         self._trimmer = Trimmer()
         self._has_spelled_control_tokens = has_spelled_control_tokens
 
     @property
     def num_waiting_chars(self) -> int:
         """Of texts that are in a lane."""
-        lanes = (self._short, self._big_render, self._big)
+        lanes = (self._render_lane, self._short, self._big_render, self._big)
         return sum(lane.num_waiting_chars for lane in lanes)
 
     def fork(self) -> None:
@@ -353,11 +357,11 @@ class PromptReader:
         """The answer of this process or of a child, in which a template is the caller's affair."""
         if is_known and num_chars <= _MAX_INLINE_CHARS:
             return perform(job, self._models)
-        if num_chars <= _MAX_SHORT_CHARS:
-            lane = self._short
+        is_short = num_chars <= _MAX_SHORT_CHARS
+        if isinstance(job, Render | Prepare):
+            lane = self._render_lane if is_short else self._big_render
         else:
-            # Rendering is quick, and shows what is too long to be tokenized.
-            lane = self._big_render if isinstance(job, Render) else self._big
+            lane = self._short if is_short else self._big
         try:
             return await lane.run(job, num_chars)
         except TextProcessError:

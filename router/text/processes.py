@@ -28,7 +28,6 @@ _LENGTH = struct.Struct("<I")
 # Last resort for a child that neither works nor ends; limits are in processor time.
 _MAX_WAIT_S = 120.0
 _MAX_CLOSE_S = 5.0
-_NICE = 10
 
 logger = logging.getLogger(__name__)
 
@@ -61,10 +60,11 @@ class TextProcess:
         """Wait until the child runs."""
         self._pid = msgspec.msgpack.decode(await _receive(self._jobs), type=int)
 
-    def be_nice(self) -> None:
-        """Leave the processor to others from now on."""
+    def be_nice(self, niceness: int) -> None:
+        """Leave the processor to others from now on; niceness is beyond the router's own."""
         with contextlib.suppress(OSError):
-            os.setpriority(os.PRIO_PROCESS, self._pid, _NICE)
+            own = os.getpriority(os.PRIO_PROCESS, 0)
+            os.setpriority(os.PRIO_PROCESS, self._pid, own + niceness)
 
     def cpu_s(self) -> float:
         """Processor time that the child has used, in seconds; 0.0 when it is gone."""
