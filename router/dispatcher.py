@@ -254,10 +254,10 @@ class Dispatcher:
         failed: list[Outcome] = []
         for completion in self._suspects.release():
             self.enqueue(completion)
-        for model, line in self.queue.lines:
+        for model, queue in self.queue.by_model:
             num_tokens = 0
             needed_by = functools.partial(self._need, now=now)
-            for completion, need, worker in turns(line, self.pool, needed_by, now):
+            for completion, need, worker in turns(queue, self.pool, needed_by, now):
                 self.queue.remove(completion.key)
                 if worker is None:
                     # Admitted for a worker that has left since; no other request waits behind it.
@@ -268,7 +268,7 @@ class Dispatcher:
                 self._send(completion, worker, need)
             had_waiting = model in self._models_with_waiting
             self.rate(model).observe(now, num_tokens=num_tokens, is_waiting=had_waiting)
-            if line:
+            if queue:
                 self._models_with_waiting.add(model)
             else:
                 self._models_with_waiting.discard(model)
@@ -281,7 +281,7 @@ class Dispatcher:
     def _need(self, completion: ClientCompletion, *, now: float) -> Need:
         request = completion.request
         spec = request.spec
-        urgency = self.queue.line(spec.model).urgency(spec.priority, now - request.timeline.arrived)
+        urgency = self.queue.of(spec.model).urgency(spec.priority, now - request.timeline.arrived)
         if urgency is not None:
             completion.priority = urgency
         return Need(

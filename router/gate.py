@@ -77,9 +77,7 @@ class Gate:
             tenant_load=QueueLoad(
                 tenant_load.num_requests + num_reading_of_tenant, tenant_load.num_tokens
             ),
-            predicted_wait_s=rate.predicted_wait_s(
-                queue.line(spec.model).tokens_ahead(spec.tenant)
-            ),
+            predicted_wait_s=rate.predicted_wait_s(queue.of(spec.model).tokens_ahead(spec.tenant)),
             tokens_per_s=rate.tokens_per_s,
         )
         ask = Ask(

@@ -70,7 +70,7 @@ class Router:
         """clock is monotonic, wall_clock since the epoch; both in seconds."""
         self._dispatcher = Dispatcher(
             pool,
-            GlobalQueue(rules.make_line),
+            GlobalQueue(rules.make_model_queue),
             status,
             unread=rules.unread,
             clock=clock,
@@ -192,7 +192,7 @@ class Router:
             arrived_unix_s=reservation.arrived_unix_s,
             timeline=Timeline(arrived=reservation.arrived),
             number=self._next_key(),
-            account=self._dispatcher.queue.line(spec.model).shares.account(spec.tenant),
+            account=self._dispatcher.queue.of(spec.model).shares.account(spec.tenant),
             waker=self._waker,
             cache_salt=cache_salt,
             prefix=prefix_of(prompt_token_ids, cache_salt),

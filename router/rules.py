@@ -6,7 +6,7 @@ from typing import Any
 
 from router.core.admission import Limits, TenantLimits
 from router.core.fairness import FairShare
-from router.core.line import Line
+from router.core.model_queue import ModelQueue
 from router.core.pauses import UnreadLimits
 from router.core.policies import Policy, make_order
 
@@ -24,11 +24,11 @@ class Rules:
     unread: UnreadLimits = field(default_factory=UnreadLimits)
     share_prefix_cache_across_tenants: bool = False
 
-    def make_line(self) -> Line[Any]:
-        """An empty line for the requests of one model."""
+    def make_model_queue(self) -> ModelQueue[Any]:
+        """An empty queue for the requests of one model."""
         shares = FairShare(
             {tenant: limits.weight for tenant, limits in self.limits_by_tenant.items()},
             default_weight=self.tenant_limits.weight,
             output_price=self.output_price,
         )
-        return Line(make_order(self.policy, aging_s=self.priority_aging_s), shares)
+        return ModelQueue(make_order(self.policy, aging_s=self.priority_aging_s), shares)

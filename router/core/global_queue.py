@@ -1,61 +1,61 @@
-"""All waiting requests, in a line for each model.
+"""All waiting requests, in a queue for each model.
 
-Each model has its own workers, so requests never wait for workers of another model: each line has
-its own order and its own shares of tenants. Limits hold over all lines together.
+Each model has its own workers, so requests never wait for workers of another model: each queue has
+its own order and its own shares of tenants. Limits hold over all queues together.
 """
 
 from collections.abc import Callable, Iterator
 from typing import Generic, TypeVar
 
 from router.core.admission import QueueLoad
-from router.core.line import Line
+from router.core.model_queue import ModelQueue
 from router.core.policies.order import QueueEntry
 
 T = TypeVar("T")
 
 
 class GlobalQueue(Generic[T]):
-    """The lines by model; the caller is the only writer."""
+    """The queues by model; the caller is the only writer."""
 
-    def __init__(self, make_line: Callable[[], Line[T]]) -> None:
-        """make_line makes the empty line of a model that is used for the first time."""
-        self._make_line = make_line
-        self._line_by_model: dict[str, Line[T]] = {}
+    def __init__(self, make_model_queue: Callable[[], ModelQueue[T]]) -> None:
+        """make_model_queue makes the empty queue of a model that is used for the first time."""
+        self._make_model_queue = make_model_queue
+        self._queue_by_model: dict[str, ModelQueue[T]] = {}
 
     def __len__(self) -> int:
-        return sum(map(len, self._line_by_model.values()))
+        return sum(map(len, self._queue_by_model.values()))
 
     def __iter__(self) -> Iterator[T]:
         """The waiting requests, in no particular order."""
-        return (item for line in self._line_by_model.values() for item in line)
+        return (item for queue in self._queue_by_model.values() for item in queue)
 
     @property
-    def lines(self) -> list[tuple[str, Line[T]]]:
+    def by_model(self) -> list[tuple[str, ModelQueue[T]]]:
         """Each model's."""
-        return list(self._line_by_model.items())
+        return list(self._queue_by_model.items())
 
-    def line(self, model: str) -> Line[T]:
-        """The line of a model."""
-        line = self._line_by_model.get(model)
-        if line is None:
-            line = self._line_by_model[model] = self._make_line()
-        return line
+    def of(self, model: str) -> ModelQueue[T]:
+        """The queue of a model."""
+        queue = self._queue_by_model.get(model)
+        if queue is None:
+            queue = self._queue_by_model[model] = self._make_model_queue()
+        return queue
 
     @property
     def load(self) -> QueueLoad:
         """The load of all tenants."""
-        lines = self._line_by_model.values()
-        return QueueLoad(len(self), sum(line.num_tokens for line in lines))
+        queues = self._queue_by_model.values()
+        return QueueLoad(len(self), sum(queue.num_tokens for queue in queues))
 
     def load_of(self, tenant: str) -> QueueLoad:
         """The load of one tenant."""
-        loads = [line.load_of(tenant) for line in self._line_by_model.values()]
+        loads = [queue.load_of(tenant) for queue in self._queue_by_model.values()]
         return QueueLoad(sum(x.num_requests for x in loads), sum(x.num_tokens for x in loads))
 
     def push(self, entry: QueueEntry[T]) -> None:
         """Queue a request; its key must not be queued already."""
-        self.line(entry.model).push(entry)
+        self.of(entry.model).push(entry)
 
     def remove(self, key: int) -> bool:
-        """Remove a request from its line; False if it is not queued."""
-        return any(line.remove(key) for line in self._line_by_model.values())
+        """Remove a request from its queue; False if it is not queued."""
+        return any(queue.remove(key) for queue in self._queue_by_model.values())

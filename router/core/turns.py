@@ -1,6 +1,6 @@
 """Which waiting requests are dispatched now, and to which worker.
 
-The line is walked in its order. A request that has to wait reserves the workers that could hold it
+The queue is walked in its order. A request that has to wait reserves the workers that could hold it
 against all requests behind it. So no request takes the credit that an earlier request waits for: a
 huge request is overtaken only at workers that are too small for it, and never starves; a small
 request waits behind a huge one only for workers that serve both. Lines of other models are not held
@@ -11,7 +11,7 @@ more skipped requests than that, a request waits even if another worker could ta
 from collections.abc import Callable, Iterator
 from typing import TypeVar
 
-from router.core.line import Line
+from router.core.model_queue import ModelQueue
 from router.core.placement import Need, WorkerKey, WorkerPool
 
 MAX_PASSED_OVER = 32
@@ -20,16 +20,16 @@ T = TypeVar("T")
 
 
 def turns(
-    line: Line[T], pool: WorkerPool, need_of: Callable[[T], Need], now: float
+    queue: ModelQueue[T], pool: WorkerPool, need_of: Callable[[T], Need], now: float
 ) -> Iterator[tuple[T, Need, WorkerKey | None]]:
     """The requests to dispatch, with their need and worker; None: no ready worker can hold it.
 
-    The caller removes each request from the line before it asks for the next one.
+    The caller removes each request from the queue before it asks for the next one.
     """
     closed: set[WorkerKey] = set()
     num_passed_over = 0
     try:
-        while (item := line.peek()) is not None:
+        while (item := queue.peek()) is not None:
             need = need_of(item)
             worker = pool.choose(need, now, closed)
             if worker is not None:
@@ -44,7 +44,7 @@ def turns(
             num_passed_over += 1
             if len(closed) == num_ready or num_passed_over > MAX_PASSED_OVER:
                 break
-            line.pass_over()
+            queue.pass_over()
     finally:
         # Also when the caller's own work on a request raised: the queue must not lose the others.
-        line.put_back()
+        queue.put_back()

@@ -208,7 +208,7 @@ class RouterMachine(RuleBasedStateMachine):
     @invariant()
     def nobody_waits_while_a_worker_has_credit_for_the_first_in_line(self):
         dispatcher = self.bench.router._dispatcher
-        for _, line in dispatcher.queue.lines:
+        for _, line in dispatcher.queue.by_model:
             completion = line.peek()
             if completion is not None:
                 need = dispatcher._need(completion, now=self.bench.time)

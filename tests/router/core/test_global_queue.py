@@ -2,13 +2,13 @@
 
 from router.core.admission import QueueLoad
 from router.core.global_queue import GlobalQueue
-from router.core.line import Line
+from router.core.model_queue import ModelQueue
 from router.core.policies import make_order
-from tests.router.core.test_line import entry
+from tests.router.core.test_model_queue import entry
 
 
 def queue_of(*entries):
-    queue = GlobalQueue(lambda: Line(make_order("fcfs")))
+    queue = GlobalQueue(lambda: ModelQueue(make_order("fcfs")))
     for one in entries:
         queue.push(one)
     return queue
@@ -16,8 +16,8 @@ def queue_of(*entries):
 
 def test_each_model_has_an_order_of_its_own():
     queue = queue_of(entry(1, model="a"), entry(2, model="b"), entry(3, model="a"))
-    assert (queue.line("a").peek(), queue.line("b").peek()) == ("request 1", "request 2")
-    assert queue.line("c").peek() is None
+    assert (queue.of("a").peek(), queue.of("b").peek()) == ("request 1", "request 2")
+    assert queue.of("c").peek() is None
     assert sorted(queue) == ["request 1", "request 2", "request 3"]
 
 

@@ -5,7 +5,7 @@ from typing import get_args
 import pytest
 
 from router.core import policies
-from router.core.line import Line
+from router.core.model_queue import ModelQueue
 from router.core.policies import Policy, make_order
 from router.core.policies.order import QueueEntry
 from router.core.policies.priority import PriorityOrder
@@ -24,11 +24,11 @@ def entry(key, *, priority=0, num_tokens=1, tenant=""):
     )
 
 
-def drained(line):
+def drained(queue):
     keys = []
-    while (key := line.peek()) is not None:
+    while (key := queue.peek()) is not None:
         keys.append(key)
-        line.remove(key)
+        queue.remove(key)
     return keys
 
 
@@ -41,15 +41,15 @@ def test_a_queue_takes_any_order():
         def rank(self, entry):
             return float(entry.num_tokens)
 
-    line = Line(ShortestFirst(0.0))
+    queue = ModelQueue(ShortestFirst(0.0))
     for key, num_tokens in enumerate([5, 3, 9]):
-        line.push(entry(key, num_tokens=num_tokens))
-    assert drained(line) == [1, 0, 2]
+        queue.push(entry(key, num_tokens=num_tokens))
+    assert drained(queue) == [1, 0, 2]
 
 
 @pytest.mark.parametrize(("policy", "expected"), [("fcfs", 30), ("priority", 0), ("fair", 20)])
 def test_what_is_served_before_a_new_request(policy, expected):
-    line = Line(make_order(policy))
-    line.push(entry(1, num_tokens=10, tenant="a"))
-    line.push(entry(2, num_tokens=20, tenant="b"))
-    assert line.tokens_ahead("a") == expected
+    queue = ModelQueue(make_order(policy))
+    queue.push(entry(1, num_tokens=10, tenant="a"))
+    queue.push(entry(2, num_tokens=20, tenant="b"))
+    assert queue.tokens_ahead("a") == expected

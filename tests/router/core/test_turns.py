@@ -6,7 +6,7 @@ from headrace.vocabulary import WorkerState
 from router.core.credit import WorkerReport
 from router.core.fairness import FairShare
 from router.core.global_queue import GlobalQueue
-from router.core.line import Line
+from router.core.model_queue import ModelQueue
 from router.core.placement import Need, WorkerPool
 from router.core.policies import make_order
 from router.core.policies.order import QueueEntry
@@ -38,7 +38,7 @@ class Desk:
     def __init__(self, *workers, policy="fcfs"):
         self.pool = WorkerPool(waiting_allowance=0)
         self.pool.report("s", workers, is_draining=False, now=NOW)
-        self.queue = GlobalQueue(lambda: Line(make_order(policy), FairShare()))
+        self.queue = GlobalQueue(lambda: ModelQueue(make_order(policy), FairShare()))
         self.needs = {}
         self.sent = {}
         self.failed = []
@@ -62,14 +62,14 @@ class Desk:
     def go(self):
         """The names of those who go now."""
         gone = []
-        for _, line in self.queue.lines:
-            for (key, name, tenant), need, worker in turns(line, self.pool, self._need, NOW):
+        for _, queue in self.queue.by_model:
+            for (key, name, tenant), need, worker in turns(queue, self.pool, self._need, NOW):
                 self.queue.remove(key)
                 if worker is None:
                     self.failed.append(name)
                     continue
                 gone.append(name)
-                line.shares.account(tenant).charge_prompt(need.num_tokens)
+                queue.shares.account(tenant).charge_prompt(need.num_tokens)
                 self.sent[name] = self.pool.send(worker, need)
         return gone
 
@@ -163,7 +163,7 @@ def test_a_tenant_that_is_passed_over_keeps_its_turn():
     assert desk.go() == ["t0"]
     # Nobody was lifted above it meanwhile.
     desk.come("t4", tenant="later")
-    account = desk.queue.line("m").shares.account
+    account = desk.queue.of("m").shares.account
     assert account("later").virtual_tokens == account("huge").virtual_tokens < 10
     desk.end("t0")
     desk.end("first")

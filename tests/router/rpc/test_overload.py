@@ -135,7 +135,7 @@ async def test_a_deadline_out_of_reach_is_refused_at_once():
         while rate.tokens_per_s is None:
             stack.scheduler.step()
             await asyncio.sleep(0.1)
-        wait_s = rate.predicted_wait_s(stack.router._dispatcher.queue.line(MODEL).tokens_ahead(""))
+        wait_s = rate.predicted_wait_s(stack.router._dispatcher.queue.of(MODEL).tokens_ahead(""))
         assert wait_s > 0.5
         began = time.monotonic()
         error = await refusal_of(stack.generate(deadline=in_seconds(wait_s / 4)))

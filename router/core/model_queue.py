@@ -18,7 +18,7 @@ T = TypeVar("T")
 _NO_LOAD = QueueLoad(0, 0)
 
 
-class Line(Generic[T]):
+class ModelQueue(Generic[T]):
     """Waiting requests by key; the caller is the only writer."""
 
     def __init__(self, order: Order, shares: FairShare | None = None) -> None:
@@ -65,7 +65,7 @@ class Line(Generic[T]):
         heap.push(entry.key, (self._order.rank(entry), entry.order), entry)
 
     def peek(self) -> T | None:
-        """The next request, left in the line; None when all that wait were passed over."""
+        """The next request, left in the queue; None when all that wait were passed over."""
         if not self._order.takes_turns:
             return self._head_of("")
         while (tenant := self.shares.next()) is not None:

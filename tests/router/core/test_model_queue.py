@@ -4,7 +4,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from router.core.fairness import FairShare
-from router.core.line import Line
+from router.core.model_queue import ModelQueue
 from router.core.policies import make_order
 from router.core.policies.order import QueueEntry
 
@@ -31,7 +31,7 @@ def drain(queue, keys_by_item):
 
 
 def filled(policy, *entries):
-    queue = Line(make_order(policy))
+    queue = ModelQueue(make_order(policy))
     for one in entries:
         queue.push(one)
     return queue, {one.item: one.key for one in entries}
@@ -74,7 +74,7 @@ def test_removing_what_does_not_wait_changes_nothing():
 
 
 def test_places_of_removed_requests_do_not_pile_up():
-    queue = Line(make_order("fcfs"))
+    queue = ModelQueue(make_order("fcfs"))
     queue.push(entry(0))
     for key in range(1, 10_000):
         queue.push(entry(key))
@@ -100,7 +100,7 @@ def test_equals_a_sorted_list_under_any_use(steps, policy):
     def by_item(model, item):
         return next(e for e in model.values() if e.item == item)
 
-    queue, model = Line(make_order(policy)), {}
+    queue, model = ModelQueue(make_order(policy)), {}
     for action, key, priority in steps:
         if action == "push" and key not in model:
             model[key] = entry(key, num_tokens=key, priority=priority)
@@ -129,7 +129,7 @@ def test_equals_a_sorted_list_under_any_use(steps, policy):
 
 
 def test_aging_makes_a_priority_worth_some_seconds_of_waiting():
-    queue = Line(make_order("priority", aging_s=10.0))
+    queue = ModelQueue(make_order("priority", aging_s=10.0))
     patient = entry(1, arrival=0.0, priority=1)
     for one in (patient, entry(2, arrival=9.0), entry(3, arrival=11.0), entry(4, arrival=12.0)):
         queue.push(one)
@@ -144,11 +144,15 @@ def test_without_aging_priority_is_strict():
 
 
 def test_waiting_makes_more_urgent_under_policy_priority_alone():
-    aging = Line(make_order("priority", aging_s=10.0))
+    aging = ModelQueue(make_order("priority", aging_s=10.0))
     assert [aging.urgency(3, waited_s) for waited_s in (0, 9.9, 10, 45)] == [3, 3, 2, -1]
     assert aging.urgency(-(2**31), 100.0) == -(2**31)
-    assert Line(make_order("priority")).urgency(3, 1e9) == 3
-    assert Line(make_order("fcfs")).urgency(3, 0) is Line(make_order("fair")).urgency(3, 0) is None
+    assert ModelQueue(make_order("priority")).urgency(3, 1e9) == 3
+    assert (
+        ModelQueue(make_order("fcfs")).urgency(3, 0)
+        is ModelQueue(make_order("fair")).urgency(3, 0)
+        is None
+    )
 
 
 def test_loads_are_known_by_tenant():
@@ -169,7 +173,7 @@ def test_tokens_ahead_are_what_goes_before_a_new_request_at_most():
 
 def test_fair_takes_turns_between_tenants_and_priority_inside_one():
     shares = FairShare()
-    queue = Line(make_order("fair"), shares)
+    queue = ModelQueue(make_order("fair"), shares)
     entries = [
         entry(1, tenant="a", num_tokens=10),
         entry(2, tenant="a", num_tokens=10, priority=-1),
