@@ -1,7 +1,6 @@
 """Streams are woken in turns, and what comes before a stream's turn joins its message."""
 
 import asyncio
-import time
 from types import SimpleNamespace
 
 import numpy as np
@@ -9,7 +8,7 @@ import pytest
 
 from router.core.fairness import FairShare
 from router.request import ClientRequest, Spec, Timeline
-from router.waker import Waker
+from router.waker import MAX_REST_S, Waker
 
 
 @pytest.fixture
@@ -59,39 +58,55 @@ async def test_a_few_are_woken_in_each_turn_of_the_loop_in_the_order_they_came()
 
 
 class Busy(Stream):
-    """Takes long over its first turn, and then wants another at once."""
+    """Takes long over its first turn, by the loop's clock, and then wants another at once."""
 
     def __init__(self, waker, takes_s):
         super().__init__()
         self.waker = waker
         self.takes_s = takes_s
-        self.times = []
 
     def deliver(self):
         super().deliver()
         if self.num_delivered == 1:
-            time.sleep(self.takes_s)
+            loop = asyncio.get_running_loop()
+            before = loop.time
+            loop.time = lambda: before() + self.takes_s
             self.waker.add(self)
-        self.times.append(asyncio.get_running_loop().time())
 
 
-async def rest_after(takes_s):
+@pytest.fixture
+async def rests(monkeypatch):
+    """The rests that wakers have asked the loop for, which it does not wait for."""
+    loop, asked = asyncio.get_running_loop(), []
+
+    def call_later(delay_s, callback):
+        asked.append(delay_s)
+        loop.call_soon(callback)
+
+    monkeypatch.setattr(loop, "call_later", call_later)
+    monkeypatch.setattr(loop, "time", loop.time)
+    return asked
+
+
+async def rest_after(takes_s, rests):
     waker = Waker()
     busy = Busy(waker, takes_s)
     waker.add(busy)
-    await until(lambda: len(busy.times) == 2)
-    return busy.times[1] - busy.times[0]
+    while busy.num_delivered < 2:  # noqa: ASYNC110 turns of the loop are what is tested
+        await asyncio.sleep(0)
+    return rests
 
 
-async def test_there_is_a_rest_when_a_stream_is_back_before_its_round_is_over():
-    assert await rest_after(0.003) > 0.005
+async def test_there_is_a_rest_when_a_stream_is_back_before_its_round_is_over(rests):
+    [rest_s] = await rest_after(0.003, rests)
+    assert 0.006 <= rest_s <= MAX_REST_S
 
 
-async def test_a_rest_is_never_long():
-    assert await rest_after(0.1) < 0.09
+async def test_a_rest_is_never_long(rests):
+    assert await rest_after(0.1, rests) == [MAX_REST_S]
 
 
-async def test_there_is_no_rest_for_those_who_are_new_in_a_round():
+async def test_there_is_no_rest_for_those_who_are_new_in_a_round(rests):
     waker, late = Waker(), Stream()
     slow = Busy(waker, 0.01)
     slow.waker = SimpleNamespace(add=lambda _: waker.add(late))
@@ -99,6 +114,7 @@ async def test_there_is_no_rest_for_those_who_are_new_in_a_round():
     for _ in range(4):
         await asyncio.sleep(0)
     assert late.num_delivered == 1
+    assert rests == []
 
 
 async def test_it_stops_when_all_are_woken_and_begins_again():
