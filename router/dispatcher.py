@@ -255,6 +255,8 @@ class Dispatcher:
         for completion in self._suspects.release():
             self.enqueue(completion)
         for model, queue in self.queue.by_model:
+            if not queue and model not in self._models_with_waiting:
+                continue
             num_tokens = 0
             needed_by = functools.partial(self._need, now=now)
             for completion, need, worker in turns(queue, self.pool, needed_by, now):
