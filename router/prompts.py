@@ -267,9 +267,9 @@ class PromptReader:
     ) -> tuple[Int32Array, str]:
         """[num_tokens] ids, and the text that an echo shows ("" when there is none).
 
-        check is called with a number that the prompt's tokens are not below, and raises if that
-        is too much: once before any work, and again when the text is known; above max_tokens the
-        number is not made more exact. Raises ServiceError naming the field when the prompt is empty
+        check is called with lower bounds on the number of tokens, before any work and again when
+        the text is known, and raises when the request cannot be let in. Above max_tokens the bound
+        is not made more exact. Raises ServiceError naming the field when the prompt is empty
         or its messages do not fit the template, RESOURCE_EXHAUSTED when too much text waits
         already, and INTERNAL when the model's tokenizer fails.
         """

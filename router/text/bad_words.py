@@ -1,15 +1,15 @@
-"""How a word that must not come out looks in tokens.
+"""Token sequences that spell a bad word.
 
-A model may write it at the start of its output, after a space or on a new line, and tokenizers
-have other tokens for these. So a word is forbidden in each; one that begins with a space is meant
-so, and only so.
+A model can write a word at the start of its output, after a space or on a new line, and tokenizers
+have different tokens for each. A word is forbidden in all three spellings; a word that begins with
+a space is forbidden in that spelling alone.
 """
 
 from router.text.tokenizer import TextTokenizer
 
 
 def bad_word_sequences(word: str, tokenizer: TextTokenizer) -> list[list[int]]:
-    """Token sequences that spell the word, distinct; none where the tokenizer drops all of it."""
+    """Distinct token sequences that spell the word; none when the tokenizer drops all of it."""
     spellings = [_encode(word, tokenizer)]
     if not word.startswith(" "):
         spellings += [_encode(f" {word}", tokenizer), _on_a_new_line(word, tokenizer)]
@@ -18,7 +18,7 @@ def bad_word_sequences(word: str, tokenizer: TextTokenizer) -> list[list[int]]:
 
 
 def _on_a_new_line(word: str, tokenizer: TextTokenizer) -> list[int]:
-    """Its tokens where no space comes before, though the tokenizer puts one before every text."""
+    """The word's tokens without the space that some tokenizers put before every text."""
     line_break = _encode("\n", tokenizer)
     ids = _encode(f"\n{word}", tokenizer)
     is_apart = ids[: len(line_break)] == line_break

@@ -4,9 +4,9 @@ The pipeline's decoder is read once and turned into one table of pieces; a strea
 look-up per token. Two families are known, and any other decoder is refused when the model is
 loaded, because approximating it would garble text silently:
 
-* byte level: a piece is bytes; characters appear when their last byte does.
+* byte level: a piece is bytes; a character is complete when its last byte has come.
 * sentencepiece: a piece is text, or one byte (`<0x41>`). A run of byte pieces is text only if the
-  whole run is valid UTF-8 (that is what decoding at once gives), so it is held until it ends.
+  whole run is valid UTF-8 (as in decoding at once), so a run is held until it ends.
 
 Bytes that can never become a character give U+FFFD, as decoding at once does. A character that is
 unfinished when the sequence ends is left out, where decoding at once would give U+FFFD.

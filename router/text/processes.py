@@ -153,10 +153,11 @@ class TextProcesses:
         self._control.close()
         self._control = None
         until = time.monotonic() + _MAX_CLOSE_S
-        while not os.waitpid(self._pid, os.WNOHANG)[0]:
-            if time.monotonic() > until:
-                os.kill(self._pid, signal.SIGKILL)
-            time.sleep(0.005)
+        with contextlib.suppress(ChildProcessError):
+            while not os.waitpid(self._pid, os.WNOHANG)[0]:
+                if time.monotonic() > until:
+                    os.kill(self._pid, signal.SIGKILL)
+                time.sleep(0.005)
 
     async def _fork_server(self) -> socket.socket:
         async with self._starting:

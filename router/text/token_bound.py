@@ -1,14 +1,16 @@
-"""How few tokens a text can be, known before it is tokenized, which takes seconds for megabytes.
+"""A lower bound on the number of tokens of a text, found without tokenizing the text.
 
-Tokens cut a text into pieces. So, whatever bytes are counted, it has at least
+Tokenizing a megabyte takes a second, the bound a few milliseconds. Tokens divide a text into
+pieces. So a text has, for any set of counted bytes, at least
 
-    counted bytes of the text / the most of them that one token of this vocabulary stands for
+    counted bytes of the text / most counted bytes that one token of the vocabulary stands for
 
-tokens. Counted are all bytes, and once more ASCII letters alone, which tell more: the longest
-tokens are runs of spaces and dashes. Bytes that have no token are not counted, as they are left
-out of prompts. The bound holds for pipelines known to lose nothing else: byte-level BPE and BPE
-that falls back to bytes, pre-tokenizers that remove nothing, normalizers that never shorten a
-text, and NFC. What a post-processor adds makes more tokens. Of other pipelines nothing is claimed.
+tokens. Two sets are counted: all bytes, and ASCII letters alone. Letters often give the better
+bound, because the longest tokens of vocabularies are runs of spaces and dashes. Bytes that have no
+token are not counted, because the tokenizer drops these. The bound holds for pipelines that drop
+nothing else: byte-level BPE, BPE that falls back to bytes, pre-tokenizers that remove nothing,
+normalizers that never shorten a text, and NFC. A post-processor only adds tokens. For any other
+pipeline the bound is 0.
 """
 
 import json
@@ -32,13 +34,13 @@ _SLICE_CHARS = 65_536
 
 @dataclass(frozen=True, slots=True)
 class Count:
-    """Bytes that are counted, all but `others`, and the most of them in one token."""
+    """The counted bytes, all but `others`; one token has at most `most` of them."""
 
     others: bytes
     most: int
 
     def least(self, text: str, enough: int) -> int:
-        """Tokens that the text has at least; counting stops when they are more than enough."""
+        """Lower bound on the text's tokens; counting stops when the bound exceeds `enough`."""
         num_counted = 0
         for begin in range(0, len(text), _SLICE_CHARS):
             piece = text[begin : begin + _SLICE_CHARS].encode()
@@ -50,19 +52,19 @@ class Count:
 
 @dataclass(frozen=True, slots=True)
 class TokenBound:
-    """The counts of one vocabulary; those for texts that NFC may change are others."""
+    """The counted sets of one vocabulary, for ASCII texts and for texts that NFC may change."""
 
     counts: Sequence[Count]
     counts_if_composed: Sequence[Count]
 
     def least(self, text: str, enough: int) -> int:
-        """Tokens that the text has at least; 0 is no claim. More than enough are not counted."""
+        """Lower bound on the text's tokens; not made more exact once it exceeds `enough`."""
         counts = self.counts if text.isascii() else self.counts_if_composed
         return max((count.least(text, enough) for count in counts), default=0)
 
 
 def compile_bound(tokenizer: Tokenizer) -> TokenBound | None:
-    """The bound of a pipeline; None when it could lose text, or is not known here."""
+    """The bound of a pipeline; None when the pipeline is unknown or may drop text."""
     normalizers = _steps(tokenizer.normalizer, "normalizers")
     splitters = _steps(tokenizer.pre_tokenizer, "pretokenizers")
     if not isinstance(tokenizer.model, models.BPE):

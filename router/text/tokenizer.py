@@ -24,7 +24,7 @@ from router.text.token_bound import compile_bound
 
 Int32Array = NDArray[np.int32]
 
-# We have threads of our own; in the library's, short prompts would wait for long ones to finish.
+# Child processes are forked, so this process must have no threads of the library's.
 os.environ["TOKENIZERS_PARALLELISM"] = "false"
 
 _MAX_FILE_BYTES = 1 << 28
@@ -90,9 +90,9 @@ class TextTokenizer:
         return np.asarray(encoding.ids, dtype=np.int32)
 
     def least_tokens(self, text: str, enough: int) -> int:
-        """A number that the text's tokens are not below; found in milliseconds, not seconds.
+        """Lower bound on the number of the text's tokens, found in milliseconds.
 
-        0 claims nothing; above `enough` it is not made more exact.
+        Above `enough` the bound is not made more exact.
         """
         return 0 if self._bound is None else self._bound.least(text, enough)
 

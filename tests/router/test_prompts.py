@@ -80,6 +80,38 @@ async def test_token_ids_are_used_as_they_are(reader):
     assert (await read(reader, TokenPrompt(token_ids)))[0] is token_ids
 
 
+@pytest.mark.parametrize("is_known", [True, False])
+async def test_control_tokens_in_messages_are_text_unless_they_are_let_through(is_known):
+    [end] = MODEL.tokenizer.encode("<|end|>", add_special_tokens=False)
+    model = byte_level_model()
+    # A known template is rendered in this process, another one in a child.
+    model.chat_template.is_known = is_known
+    for lets_through, num_ends in ((False, 1), (True, 2)):
+        with reading(model, has_spelled_control_tokens=lets_through) as reader:
+            token_ids, shown = await read(
+                reader, chat("a<|end|>b"), echo=True, keep_special_tokens=True
+            )
+        assert np.count_nonzero(token_ids == end) == num_ends
+        assert shown == "<|user|>a<|end|>b<|end|><|assistant|>"
+
+
+async def test_the_prompt_of_a_text_request_may_spell_control_tokens(reader):
+    token_ids, _ = await read(reader, TextPrompt("a<|end|>"))
+    assert (
+        token_ids.tolist()[-1:]
+        == MODEL.tokenizer.encode("<|end|>", add_special_tokens=False).tolist()
+    )
+
+
+async def test_many_bad_words_are_tokenized_beside_the_event_loop(reader):
+    async with busy(reader._short):
+        waiting = asyncio.create_task(reader.bad_words("m", ["hello" * 50] * 64))
+        await asyncio.sleep(0)
+        assert await reader.bad_words("m", ["hello"])
+        assert not waiting.done()
+    assert len(await waiting) == 64
+
+
 async def test_messages_that_do_not_fit_the_template_are_named(reader):
     with pytest.raises(ServiceError, match="no such role: wizard") as caught:
         await read(reader, chat("x", role="wizard"))

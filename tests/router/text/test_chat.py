@@ -6,6 +6,7 @@ import pytest
 
 from router.text.chat import ChatTemplate
 from router.text.errors import ChatTemplateError
+from router.text.tokenizer import load_model_text
 
 MESSAGES = [{"role": "system", "content": "be kind"}, {"role": "user", "content": "<hi> & ü"}]
 
@@ -90,3 +91,8 @@ def test_whatever_roles_the_template_knows_may_be_sent():
     assert render(source, called) == expected
     with pytest.raises(ChatTemplateError, match="no role wizard"):
         render(source, [{"role": "wizard", "content": "x"}])
+
+
+def test_templates_of_built_in_models_are_known_and_no_others(model_path):
+    assert load_model_text(model_path).chat_template.is_known
+    assert not ChatTemplate("{{ messages }}", {}).is_known
