@@ -5,7 +5,6 @@ All in this process. Time is counted in steps of the worker, so a slow machine c
 
 import asyncio
 import contextlib
-import time
 from dataclasses import dataclass
 
 import grpc
@@ -132,16 +131,22 @@ async def test_short_prompts_wait_a_few_steps_beside_one_of_a_hundred_thousand_t
             )
         )
         await running.worker.step_begun(2)
-        short = await asyncio.gather(
-            *(
+        # All of them come within one step, however slow this machine is.
+        running.worker.hold()
+        short = [
+            asyncio.create_task(
                 running.steps_to_first_token(
                     token_ids={"ids": [number + 1] * 64}, sampling={"max_tokens": 2}
                 )
-                for number in range(50)
             )
-        )
-        # 3,200 tokens at the 1,024 a step that the long one leaves.
-        assert sorted(steps for steps, _ in short)[49] <= 8
+            for number in range(50)
+        ]
+        requests = running.scheduler.switchboard.requests
+        await running.stack.until(lambda: len(requests) == 51)
+        await running.worker.release()
+        short = await asyncio.gather(*short)
+        # 3,200 tokens at the 1,024 a step that the long one leaves, and the steps in flight.
+        assert max(steps for steps, _ in short) <= 8
         assert not long.done()
         steps, call = await long
         assert 90 <= steps <= 110
@@ -253,7 +258,7 @@ async def test_an_abort_hits_its_own_epoch_of_an_id_that_is_used_again_at_once()
 
 
 async def test_a_deadline_behind_a_longer_queue_is_dropped_before_any_prefill():
-    """In the router's queue and in the scheduler's; the worker is busy for three seconds."""
+    """In the router's queue and in the scheduler's; the worker is held meanwhile."""
     async with both(routing={"waiting_allowance": 1}, max_num_seqs=1, num_kv_blocks=200) as running:
         stack = running.stack
         busy = stack.generate(sampling={"max_tokens": 200})
@@ -265,11 +270,9 @@ async def test_a_deadline_behind_a_longer_queue_is_dropped_before_any_prefill():
         ]
         await stack.until(lambda: stack.router.num_live == 5)
         assert (stack.router.num_in_flight, stack.router.num_queued) == (2, 3)
-        began = time.monotonic()
         for call in calls:
             error = await refusal_of(call)
             assert error.code is grpc.StatusCode.DEADLINE_EXCEEDED
-        assert time.monotonic() - began < 1.5
         await running.worker.release()
         assert (await stack.rest(busy))[-1].usage.completion_tokens == 200
         assert running.ids_run() == {running.worker.plans[0].row_requests[0].request_id}

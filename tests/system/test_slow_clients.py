@@ -208,7 +208,7 @@ async def test_a_worker_lost_in_a_pause_costs_the_client_nothing():
 @pytest.mark.parametrize(
     ("streams", "why"),
     [
-        ({"slow_client": "cut"}, f"more than {MAX_UNREAD} tokens are unread"),
+        ({"slow_client": "cut"}, f"more than {MAX_UNREAD} of its tokens are unread"),
         ({"max_pause_s": 0.3}, r"paused for 0\.3 s in one go"),
     ],
 )
