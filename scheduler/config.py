@@ -5,6 +5,7 @@ from typing import Annotated, Literal
 import msgspec
 
 from headrace.service.config import help_text
+from scheduler.core.policy import PolicySetting
 
 
 class SchedulerSettings(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
@@ -15,7 +16,7 @@ class SchedulerSettings(msgspec.Struct, frozen=True, forbid_unknown_fields=True)
     store_url: Annotated[
         str, help_text("Status store: redis://, rediss:// or unix://; empty keeps no status.")
     ] = ""
-    policy: Annotated[Literal["fcfs", "priority"], help_text("Order of waiting requests.")] = "fcfs"
+    policy: Annotated[PolicySetting, help_text("Order of waiting requests.")] = "fcfs"
     priority_preemption: Annotated[
         bool, help_text("Under policy priority, the least urgent give way to more urgent ones.")
     ] = True

@@ -21,12 +21,11 @@ from numpy.typing import NDArray
 
 from headrace.capacity import max_num_tokens
 from scheduler.core.block_hash import BlockHashes
+from scheduler.core.policy import PolicyName
 
 Int32Array = NDArray[np.int32]
 Int64Array = NDArray[np.int64]
 BoolArray = NDArray[np.bool_]
-
-PolicyName = Literal["fcfs", "priority", "preemptive_priority"]
 
 EMPTY_INT32: Int32Array = np.empty(0, dtype=np.int32)
 

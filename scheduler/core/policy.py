@@ -1,38 +1,43 @@
 """Policies: who is admitted next, who loses its blocks, and who may displace whom.
 
-A new policy is a class here and its name in POLICIES.
+A new policy is a class here, with its name in POLICIES and in the two types of names.
 """
 
 from collections.abc import Mapping
-from typing import Any, Protocol, cast
+from typing import TYPE_CHECKING, Any, Literal, Protocol, cast
 
-from scheduler.core.plan import PolicyName
-from scheduler.core.request import Request
-from scheduler.core.request_table import RequestTable
+if TYPE_CHECKING:  # they import the names of policies
+    from scheduler.core.request import Request
+    from scheduler.core.request_table import RequestTable
+
+# As the settings have it, and as the core has it.
+PolicySetting = Literal["fcfs", "priority"]
+PolicyName = Literal["fcfs", "priority", "preemptive_priority"]
 
 
 class Policy(Protocol):
     """An order of requests.
 
     name is the setting's. displaces: a waiting request may preempt a running one. merges_queues:
-    ranks can be compared across queues; else the queues are served one after the other.
+    ranks do not depend on the place in a queue, so requests of different queues, and running ones,
+    can be compared; else the queues are served one after the other.
     """
 
     name: str
     displaces: bool
     merges_queues: bool
 
-    def rank(self, request: Request, place: int, /) -> Any:
+    def rank(self, request: "Request", place: int, /) -> Any:
         """What a queue is ordered by; the smallest is first.
 
         place grows with each request that is queued; it is negative, and falls, for requests that
         are queued at the front.
         """
 
-    def victim_position(self, table: RequestTable) -> int:
+    def victim_position(self, table: "RequestTable") -> int:
         """Position of the running request that loses its blocks when they run out."""
 
-    def may_displace(self, waiting: Request, running: Request, /) -> bool:
+    def may_displace(self, waiting: "Request", running: "Request", /) -> bool:
         """Whether a waiting request may preempt a running one."""
 
 
@@ -43,14 +48,14 @@ class Fcfs:
     displaces = False
     merges_queues = False
 
-    def rank(self, _request: Request, place: int, /) -> Any:
+    def rank(self, _request: "Request", place: int, /) -> Any:
         return place
 
-    def victim_position(self, table: RequestTable) -> int:
+    def victim_position(self, table: "RequestTable") -> int:
         """The youngest: it has the least to recompute, and returns to the front of the queue."""
         return table.num_running - 1
 
-    def may_displace(self, _waiting: Request, _running: Request, /) -> bool:
+    def may_displace(self, _waiting: "Request", _running: "Request", /) -> bool:
         return False
 
 
@@ -64,17 +69,17 @@ class Priority:
         """displaces: a more urgent waiting request preempts less urgent running ones."""
         self.displaces = displaces
 
-    def rank(self, request: Request, _place: int, /) -> Any:
+    def rank(self, request: "Request", _place: int, /) -> Any:
         spec = request.spec
         # Two live requests of one id are told apart by their keys.
         return (spec.priority, spec.arrival_time, spec.request_id, request.key)
 
-    def victim_position(self, table: RequestTable) -> int:
+    def victim_position(self, table: "RequestTable") -> int:
         """The greatest (priority, arrival_time); of equal ones the first in the running order."""
         specs = [table.request(row).spec for row in table.running_rows.tolist()]
         return max(range(len(specs)), key=lambda i: (specs[i].priority, specs[i].arrival_time))
 
-    def may_displace(self, waiting: Request, running: Request, /) -> bool:
+    def may_displace(self, waiting: "Request", running: "Request", /) -> bool:
         """Only if it is strictly more urgent: equal ones would take turns for ever."""
         return self.displaces and running.spec.priority > waiting.spec.priority
 

@@ -9,6 +9,8 @@ from typing import Annotated, Literal, NotRequired, TypedDict
 import msgspec
 from msgspec import Meta
 
+from scheduler.core.policy import PolicySetting
+
 _MAX_INT32 = 2**31 - 1
 
 Count = Annotated[int, Meta(ge=0, le=_MAX_INT32)]
@@ -32,7 +34,7 @@ class ConfigRecord(TypedDict):
     long_prefill_token_threshold: Count
     long_prefill_share: NotRequired[Annotated[float, Meta(ge=0, le=1)]]
     enable_chunked_prefill: bool
-    policy: Literal["fcfs", "priority"]
+    policy: PolicySetting
     priority_preemption: NotRequired[bool]
     enable_prefix_caching: bool
     watermark: Annotated[float, Meta(ge=0, lt=1)]
@@ -120,6 +122,7 @@ class StateRecord(TypedDict):
     running: NotRequired[Names]
     waiting: NotRequired[Names]
     skipped: NotRequired[Names]
+    held: NotRequired[Names]
     paused: NotRequired[Names]
     reqs: dict[str, list[str | int]]
 
@@ -161,6 +164,7 @@ class LiveRecord(TypedDict):
     blocks: NotRequired[list[Count]]
     num_registered: NotRequired[Count]
     is_prefill_chunk: NotRequired[bool]
+    is_long: NotRequired[bool]
 
 
 class FlightRecord(TypedDict):
@@ -185,6 +189,7 @@ class SnapshotRecord(TypedDict):
     running: Names
     waiting: Names
     skipped: Names
+    held: NotRequired[Names]
     paused: NotRequired[Names]
     requests: dict[str, LiveRecord]
     free_blocks: list[Count]

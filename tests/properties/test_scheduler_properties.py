@@ -2,7 +2,7 @@
 
 import json
 from collections import deque
-from typing import Any
+from typing import Any, cast
 
 import numpy as np
 from hypothesis import HealthCheck, settings
@@ -19,6 +19,7 @@ from scheduler.core.plan import (
 )
 from scheduler.replay.recorder import Recorder
 from scheduler.replay.replay import first_difference
+from scheduler.replay.schema import decode_head, decode_step
 from scheduler.replay.trace import Record, assemble
 from tests.scheduler.core.plain import PlainRecorder
 
@@ -192,7 +193,9 @@ class SchedulerMachine(RuleBasedStateMachine):
             in_order = [key for key in self.first_admissions if self.unblocked[key]]
             assert in_order == sorted(in_order), "somebody overtook under FCFS"
         for number, records in enumerate(self.files):
-            trace = assemble(json.loads(json.dumps(records)))
+            lines = [json.dumps(record) for record in records]
+            read = [decode_head(lines[0]), *map(decode_step, lines[1:])]
+            trace = assemble(cast("list[Record]", read))
             difference = first_difference(trace)
             assert difference is None, f"file {number}: {difference}"
 

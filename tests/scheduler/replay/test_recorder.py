@@ -2,12 +2,13 @@
 
 import json
 from collections.abc import Callable
-from typing import Any
+from typing import Any, cast
 
 import pytest
 
 from scheduler.replay.recorder import Recorder
 from scheduler.replay.replay import first_difference
+from scheduler.replay.schema import decode_head, decode_step
 from scheduler.replay.trace import Record, assemble, header
 from scheduler.replay.what_if import recorded_outcome, settings, try_settings
 from tests.scheduler.core.building import Driver, new_request, scheduler_config
@@ -136,3 +137,28 @@ def test_other_settings_are_tried_with_the_recordings_pauses() -> None:
         tried, recorded = try_settings(trace, settings(trace)), recorded_outcome(trace)
         assert tried.num_output_tokens >= recorded.num_output_tokens
         assert tried.num_finished >= recorded.num_finished
+
+
+def test_a_file_that_begins_while_long_prompts_are_held_replays() -> None:
+    config = scheduler_config(long_prefill_token_threshold=64, long_prefill_share=0.5)
+    records: list[Record] = []
+    recorder = Recorder(config, records.append)
+    driver = Driver(recorder)
+    driver.add(*(new_request(key, 300, max_tokens=2) for key in range(4)))
+    for key in range(10, 13):
+        driver.add(new_request(key, 20, max_tokens=40))
+        driver.step()
+    head = recorder.header("from here")
+    records.clear()
+    state = head["start"]["state"]
+    assert state["held"]
+    assert any(request.get("is_long") for request in state["requests"].values())
+    for key in range(20, 25):
+        driver.add(new_request(key, 20, max_tokens=3))
+        driver.step()
+    driver.run()
+    recorder.end_step()
+    lines = [json.dumps(record) for record in (head, *records)]
+    read = [decode_head(lines[0]), *map(decode_step, lines[1:])]
+    assert first_difference(assemble(cast("list[Record]", read))) is None
+    assert any(step["state"].get("held") for step in read[1:])
