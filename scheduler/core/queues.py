@@ -93,13 +93,11 @@ class WaitingQueues:
 
     def next_queue(self, *, with_held: bool = True) -> WaitingQueue | None:
         """The queue whose head is considered next; None when all are empty."""
-        all_queues = (self.held, self.skipped, self.waiting)
-        queues = [queue for queue in all_queues[not with_held :] if queue]
-        if len(queues) < 2:
-            return queues[0] if queues else None
+        queues = (self.held, self.skipped, self.waiting)[not with_held :]
+        filled = (queue for queue in queues if queue)
         if self._policy.merges_queues:
-            return min(queues, key=lambda queue: queue.head_rank)
-        return queues[0]
+            return min(filled, key=lambda queue: queue.head_rank, default=None)
+        return next(filled, None)
 
     def hold(self, request: Request) -> None:
         """Queue a request, which is in no queue, until long prefills have tokens left."""

@@ -55,8 +55,9 @@ class RunningPass:
             columns = columns.take(places)
         num_tokens = int(np.add.reduce(columns.num_scheduled))
         if num_tokens > batch.budget:
+            num_cut = _cut(columns.num_scheduled, num_tokens - batch.budget)
             num_tokens = batch.budget
-            columns = columns.take(slice(_clip(columns.num_scheduled, num_tokens)))
+            columns = columns.take(slice(num_cut)) if num_cut < len(columns.rows) else columns
         num_served = self._give(batch, columns, num_tokens)
         if num_served == len(columns.rows):
             return table.num_running, None
@@ -174,9 +175,14 @@ class RunningPass:
         return wanted
 
 
-def _clip(wanted: Int32Array, budget: int) -> int:
-    """Cut wanted where the budget ends, in place; returns how many rows get anything."""
-    total = np.cumsum(wanted)
-    last = int(np.searchsorted(total, budget))
-    wanted[last] -= total[last] - budget
+def _cut(wanted: Int32Array, num_tokens: int) -> int:
+    """Take num_tokens from the last rows, in place; returns how many rows keep any."""
+    last = len(wanted) - 1
+    if wanted.item(last) <= num_tokens:
+        # The last rows get nothing: all whose sum from the end is not above num_tokens.
+        sums = np.cumsum(wanted[::-1])
+        num_without = int(np.searchsorted(sums, num_tokens, side="right"))
+        last -= num_without
+        num_tokens -= sums.item(num_without - 1)
+    wanted[last] -= num_tokens
     return last + 1
