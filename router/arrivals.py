@@ -54,9 +54,8 @@ class Arrivals:
         completion = self._in_flight.get(admission.handle)
         if completion is None or completion.is_admitted:
             return
-        assert completion.sent is not None, "what is in flight was sent"
         completion.is_admitted = True
-        self._pool.admitted(completion.sent, admission.num_cached_tokens)
+        self._pool.admitted(completion.flight[1], admission.num_cached_tokens)
         timeline = completion.request.timeline
         if timeline.admitted is None:
             # The scheduler's clock may differ: the time is kept between arrival and now.

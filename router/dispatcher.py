@@ -134,8 +134,7 @@ class Dispatcher:
             self.queue.remove(completion.key)
             self._status.ended_waiting(completion, finish)
         else:
-            assert completion.link is not None, "what is in flight has a link"
-            completion.link.cancel(completion, _cancel_reason(finish.reason))
+            completion.flight[0].cancel(completion, _cancel_reason(finish.reason))
             self._remove_in_flight(completion)
         self._forget(completion)
 
@@ -152,10 +151,9 @@ class Dispatcher:
             return ()
         self._end_pause(completion)
         if self._in_flight.get(completion.handle) is completion:
-            assert completion.link is not None, "what is in flight has a link"
-            assert completion.sent is not None, "what is in flight was sent"
-            self.pool.continued(completion.sent)
-            completion.link.set_paused(completion.handle, is_paused=False)
+            link, sent = completion.flight
+            self.pool.continued(sent)
+            link.set_paused(completion.handle, is_paused=False)
             return ()
         self._wait(completion)
         return self.dispatch()
@@ -186,10 +184,12 @@ class Dispatcher:
         A completion that seems to be why schedulers are lost fails instead.
         """
         self._links.pop(link.name, None)
-        self.pool.forget(link.name)
+        was_draining = self.pool.forget(link.name)
         taken = [c for c in self._in_flight.values() if c.link is link]
-        # A paused completion takes no part in the scheduler's steps.
-        culprit = self._suspects.blame([c.key for c in taken if not c.is_paused])
+        # A scheduler that was shutting down died of no request, and a paused completion takes no
+        # part in steps.
+        suspects = () if was_draining else [c.key for c in taken if not c.is_paused]
+        culprit = self._suspects.blame(suspects)
         for completion in taken:
             self._requeue(completion)
         failed = [
@@ -329,9 +329,8 @@ class Dispatcher:
     def _remove_in_flight(self, completion: ClientCompletion) -> None:
         """Free the completion's handle and its credit, which a pause has freed already."""
         del self._in_flight[completion.handle]
-        assert completion.sent is not None, "what is in flight was sent"
         if not completion.is_paused:
-            self.pool.finished(completion.sent, was_admitted=completion.is_admitted)
+            self.pool.finished(completion.flight[1], was_admitted=completion.is_admitted)
 
     def _restrain(self, completion: ClientCompletion) -> Sequence[Outcome]:
         """Pause or fail a completion with too much unread, or leave it running."""
@@ -349,13 +348,12 @@ class Dispatcher:
                 return ()
 
     def _pause(self, completion: ClientCompletion) -> None:
-        assert completion.link is not None, "what is in flight has a link"
-        assert completion.sent is not None, "what is in flight was sent"
+        link, sent = completion.flight
         completion.is_paused = True
         self._pauses.begin(completion.key, completion, self._clock())
         self._suspects.clear(completion.key)
-        self.pool.paused(completion.sent)
-        completion.link.set_paused(completion.handle, is_paused=True)
+        self.pool.paused(sent)
+        link.set_paused(completion.handle, is_paused=True)
 
     def _end_pause(self, completion: ClientCompletion) -> None:
         completion.request.paused_s += self._pauses.end(completion.key, self._clock())

@@ -31,8 +31,8 @@ from router.text.jobs import (
     Encode,
     EncodeBadWords,
     EncodeChat,
-    Failed,
     Job,
+    JobFailed,
     Prepare,
     Refused,
     Render,
@@ -372,7 +372,7 @@ class PromptReader:
             )
             if isinstance(job, Render | Prepare):
                 return Refused(f"the chat template {message}")
-            return Failed(message)
+            return JobFailed(message)
 
 
 def _num_chars(prompt: Prompt) -> int:

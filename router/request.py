@@ -158,6 +158,13 @@ class ClientCompletion:
         return int.from_bytes(digest, "little")
 
     @property
+    def flight(self) -> tuple["SchedulerLink", Sent]:
+        """The link and the credit of a completion in flight."""
+        assert self.link is not None, "what is in flight has a link"
+        assert self.sent is not None, "what is in flight was sent"
+        return self.link, self.sent
+
+    @property
     def worker_id(self) -> str:
         """The worker that the completion was last sent to; "" before its first dispatch."""
         return self.sent.worker.worker_id if self.sent else ""

@@ -110,9 +110,10 @@ class WorkerPool:
             workers[report.worker_id] = worker
         self._schedulers[scheduler] = _Scheduler(now, is_draining, workers)
 
-    def forget(self, scheduler: str) -> None:
-        """The scheduler is gone, with all requests that were sent to it."""
-        self._schedulers.pop(scheduler, None)
+    def forget(self, scheduler: str) -> bool:
+        """Remove a scheduler, with all requests sent to it; returns whether it was draining."""
+        known = self._schedulers.pop(scheduler, None)
+        return known is not None and known.is_draining
 
     def reports(self) -> list[WorkerReport]:
         """The last report of every worker, in order of its id."""

@@ -97,13 +97,13 @@ class Refused(msgspec.Struct, frozen=True, tag=True):
     message: str
 
 
-class Failed(msgspec.Struct, frozen=True, tag=True):
+class JobFailed(msgspec.Struct, frozen=True, tag=True):
     """The template or the tokenizer failed in a way that is not foreseen."""
 
     message: str
 
 
-Answer = Done | Refused | Failed
+Answer = Done | Refused | JobFailed
 
 
 def perform(job: Job, models: Mapping[str, ModelText]) -> Answer:
@@ -115,7 +115,7 @@ def perform(job: Job, models: Mapping[str, ModelText]) -> Answer:
     except (KeyboardInterrupt, SystemExit):
         raise
     except BaseException as error:  # noqa: BLE001 a panic in the tokenizers library is no Exception
-        return Failed(_clean(f"{type(error).__name__}: {error}"))
+        return JobFailed(_clean(f"{type(error).__name__}: {error}"))
 
 
 def _clean(message: str) -> str:

@@ -26,9 +26,11 @@ class Cluster:
         link = self.bench.links["s"]
         return {completion.request.spec.request_id: completion for completion in link.sent.values()}
 
-    def lose(self):
+    def lose(self, *, is_draining=False):
         self.num_lost += 1
         assert self.num_lost < 30, "schedulers are lost again and again"
+        if is_draining:
+            self.bench.router.on_report("s", [report("s", 1000)], is_draining=True)
         self.bench.router.on_lost(self.bench.links.pop("s"))
         self.bench.add("s", max_num_seqs=1000)
 
@@ -87,6 +89,19 @@ def test_the_completions_of_a_killer_fail_together():
     cluster.run("killer")
     assert killer.error.reason == "SCHEDULERS_LOST"
     assert killer.is_finished
+    cluster.close()
+
+
+def test_schedulers_that_shut_down_blame_no_request():
+    cluster = Cluster()
+    request = cluster.enter("r")
+    for _ in range(5):
+        cluster.lose(is_draining=True)
+    assert set(cluster.running) == {"r"}
+    assert request.error is None
+    cluster.lose()
+    cluster.enter("new")
+    assert set(cluster.running) == {"r", "new"}
     cluster.close()
 
 

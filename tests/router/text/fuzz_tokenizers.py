@@ -9,7 +9,7 @@ import sys
 from pathlib import Path
 
 from router.text.errors import UnsupportedTokenizerError
-from router.text.jobs import Done, Encode, Failed, perform
+from router.text.jobs import Done, Encode, JobFailed, perform
 from router.text.tokenizer import load_model_text
 from tests.mutation import limit_process, mutated, mutated_json, read_all
 
@@ -21,7 +21,7 @@ def main(kind: str, folder: Path, count: int) -> None:
 
     def read() -> None:
         job = Encode(model="m", text="abc <s> w\u00f6rld" * 3, add_special_tokens=True)
-        assert isinstance(perform(job, {"m": load_model_text(model)}), Done | Failed)
+        assert isinstance(perform(job, {"m": load_model_text(model)}), Done | JobFailed)
 
     read()
     file = folder / {"gguf": "model.gguf", "tokenizer": "tokenizer.json"}.get(

@@ -12,7 +12,7 @@ import pytest
 
 from router.text.child import Task
 from router.text.errors import TextProcessError
-from router.text.jobs import Done, Encode, Failed, Prepare, Refused, Render
+from router.text.jobs import Done, Encode, JobFailed, Prepare, Refused, Render
 from router.text.processes import TextProcesses
 from tests.router.text import hostile
 from tests.router.tiny_models import byte_level_model
@@ -78,7 +78,7 @@ async def test_a_panic_is_an_answer():
     with running({"m": hostile.model_with_pattern("(a+)+$")}) as processes:
         child = await processes.start()
         answer = await child.call(encode("a" * 60 + "b"))
-        assert isinstance(answer, Failed)
+        assert isinstance(answer, JobFailed)
         assert "PanicException" in answer.message
         assert isinstance(await child.call(encode()), Done)
 
