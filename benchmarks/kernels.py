@@ -282,10 +282,12 @@ def _sample_calls(machine: Machine, num_samples: int) -> _Calls:
         draws = Draws(
             seeds=torch.arange(num_samples, device=machine.device),
             positions=full(3, torch.int64),
-            top_k=full(top_k, torch.int32),
-            top_p=full(top_p, torch.float64),
-            min_p=full(0, torch.float64),
             is_drawn=full(1, torch.int32),
+            numbers={
+                "top_k": full(top_k, torch.int32),
+                "top_p": full(top_p, torch.float64),
+                "min_p": full(0, torch.float64),
+            },
         )
         return lambda: TritonOps().sample(logits, draws), logits.nbytes
 

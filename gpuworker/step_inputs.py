@@ -4,6 +4,7 @@ Where each lies depends on the step's sizes alone, so that what a CUDA graph rea
 size always has the same address.
 """
 
+from collections.abc import Mapping
 from dataclasses import dataclass
 from functools import lru_cache
 from typing import TypeVar
@@ -17,6 +18,7 @@ from gpuworker.core.plan import Int32Array
 from gpuworker.core.request_slots import LONG_COLUMNS, WORD_COLUMNS, RequestSlots
 from gpuworker.device.staging import StagingRing
 from gpuworker.kernels.ops import Draws, Verification
+from headrace.parameters import PARAMETERS, Column, Stage
 
 # Kernels are compiled for sections that begin at multiples of 16 bytes.
 _ALIGNED = 4
@@ -47,10 +49,7 @@ class SampleColumns:
 
     rows: torch.Tensor  # int64, row of the persistent batch
     slots: torch.Tensor  # int32, the same
-    temperature: torch.Tensor  # float32, 0 where the likeliest is taken
-    repetition: torch.Tensor  # float32
-    presence: torch.Tensor  # float32
-    frequency: torch.Tensor  # float32
+    adjustments: Mapping[str, torch.Tensor]  # the numbers of Stage.ADJUST, by name
     draft_starts: torch.Tensor  # int32, set where there are drafts
     draft_counts: torch.Tensor  # int32, likewise
     draws: Draws
@@ -107,9 +106,16 @@ class InputStaging:
         longs = places.longs(buffer).view(torch.int64)
         floats, doubles = words.view(torch.float32), longs.view(torch.float64)
 
+        tables = {Column.INT32: words, Column.FLOAT32: floats, Column.FLOAT64: doubles}
+
         def column(table: torch.Tensor, name: str) -> torch.Tensor:
             names = WORD_COLUMNS if name in WORD_COLUMNS else LONG_COLUMNS
             return table[names.index(name), : sizes.num_samples]
+
+        def numbers(stage: Stage) -> dict[str, torch.Tensor]:
+            return {
+                p.name: column(tables[p.column], p.name) for p in PARAMETERS if p.stage is stage
+            }
 
         verification = None
         if sizes.num_verified:
@@ -123,19 +129,14 @@ class InputStaging:
         samples = SampleColumns(
             rows=column(longs, "row"),
             slots=column(words, "slot"),
-            temperature=column(floats, "temperature"),
-            repetition=column(floats, "repetition_penalty"),
-            presence=column(floats, "presence_penalty"),
-            frequency=column(floats, "frequency_penalty"),
+            adjustments=numbers(Stage.ADJUST),
             draft_starts=words[-2, : sizes.num_samples],
             draft_counts=words[-1, : sizes.num_samples],
             draws=Draws(
                 seeds=column(longs, "seed"),
                 positions=longs[-1, : sizes.num_samples],
-                top_k=column(words, "top_k"),
-                top_p=column(doubles, "top_p"),
-                min_p=column(doubles, "min_p"),
                 is_drawn=column(words, "is_drawn"),
+                numbers=numbers(Stage.DRAW),
             ),
             verification=verification,
         )

@@ -7,6 +7,7 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from enum import StrEnum
 
+from headrace.parameters import Numbers
 from headrace.vocabulary import FinishReason
 
 
@@ -27,20 +28,14 @@ class ChatMessage:
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Sampling:
+class Sampling(Numbers):
     """How tokens are chosen and when to stop. None is the model's default; every other means "off".
 
-    One string for `stop` or `bad_words` stands for a sequence of one.
+    The numbers of `headrace.parameters` are fields, too. One string for `stop` or `bad_words`
+    stands for a sequence of one.
     """
 
-    temperature: float | None = None
-    top_p: float | None = None
-    top_k: int | None = None
-    min_p: float | None = None
     seed: int | None = None
-    repetition_penalty: float | None = None
-    presence_penalty: float = 0.0
-    frequency_penalty: float = 0.0
     logit_bias: Mapping[int, float] = field(default_factory=dict)
     max_tokens: int | None = None
     min_tokens: int = 0

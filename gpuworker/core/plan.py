@@ -9,6 +9,8 @@ from dataclasses import dataclass, field
 import numpy as np
 from numpy.typing import NDArray
 
+from headrace.parameters import Numbers
+
 Int32Array = NDArray[np.int32]
 Int64Array = NDArray[np.int64]
 Float32Array = NDArray[np.float32]
@@ -21,21 +23,14 @@ class PlanError(Exception):
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class SamplingSettings:
+class SamplingSettings(Numbers):
     """How a request's tokens are chosen; the defaults change nothing.
 
     num_logprobs and num_prompt_logprobs are None when not asked for; 0 asks for the chosen token's
     alone.
     """
 
-    temperature: float = 1.0
-    top_p: float = 1.0
-    top_k: int = 0
-    min_p: float = 0.0
     seed: int = 0
-    repetition_penalty: float = 1.0
-    presence_penalty: float = 0.0
-    frequency_penalty: float = 0.0
     logit_bias: tuple[tuple[int, float], ...] = ()
     min_tokens: int = 0
     stop_token_ids: tuple[int, ...] = ()

@@ -20,6 +20,7 @@ from gpuworker.core.plan import (
     RowRequest,
     SamplingSettings,
 )
+from headrace.parameters import PARAMETERS, Column
 
 BoolArray = NDArray[np.bool_]
 
@@ -28,21 +29,21 @@ NOT_ASKED = -1  # in the logprob columns
 # Colder than this is greedy: dividing by it would leave only rounding.
 MIN_TEMPERATURE = 1e-5
 
+_TYPES: dict[Column, type[np.generic]] = {
+    Column.FLOAT32: np.float32,
+    Column.FLOAT64: np.float64,
+    Column.INT32: np.int32,
+}
 # What a sampler reads of a row, in two tables, so that two `take`s gather a step's settings.
 WORD_COLUMNS = (
     "slot",  # the row itself
-    "temperature",  # float32, 0 where the likeliest token is taken
-    "repetition_penalty",  # float32
-    "presence_penalty",  # float32
-    "frequency_penalty",  # float32
-    "top_k",
     "is_drawn",  # 0 where the likeliest token is taken
+    *(p.name for p in PARAMETERS if p.column is not Column.FLOAT64),
 )
 LONG_COLUMNS = (
     "row",  # the row itself
     "seed",  # the bits of an unsigned integer
-    "top_p",  # float64
-    "min_p",  # float64
+    *(p.name for p in PARAMETERS if p.column is Column.FLOAT64),
 )
 
 
@@ -77,14 +78,9 @@ class RequestSlots:
         self.words[WORD_COLUMNS.index("slot")] = np.arange(max_num_seqs)
         self.longs[LONG_COLUMNS.index("row")] = np.arange(max_num_seqs)
         self.is_drawn: Int32Array = self._column("is_drawn", np.int32)
-        self.temperature: Float32Array = self._column("temperature", np.float32)
-        self.repetition_penalty: Float32Array = self._column("repetition_penalty", np.float32)
-        self.presence_penalty: Float32Array = self._column("presence_penalty", np.float32)
-        self.frequency_penalty: Float32Array = self._column("frequency_penalty", np.float32)
-        self.top_k: Int32Array = self._column("top_k", np.int32)
         self.seed: NDArray[np.uint64] = self._column("seed", np.uint64)
-        self.top_p: NDArray[np.float64] = self._column("top_p", np.float64)
-        self.min_p: NDArray[np.float64] = self._column("min_p", np.float64)
+        # Where the likeliest token is taken, the temperature is 0.
+        self.number_by_name = {p.name: self._column(p.name, _TYPES[p.column]) for p in PARAMETERS}
         self.min_tokens: Int32Array = np.zeros(max_num_seqs, dtype=np.int32)
         self.num_logprobs: Int32Array = np.full(max_num_seqs, NOT_ASKED, dtype=np.int32)
         self.num_prompt_logprobs: Int32Array = np.full(max_num_seqs, NOT_ASKED, dtype=np.int32)
@@ -180,24 +176,20 @@ class RequestSlots:
         return column
 
     def _set_columns(self, row: int, sampling: SamplingSettings) -> None:
-        is_drawn = sampling.temperature >= MIN_TEMPERATURE
-        self.is_drawn[row] = is_drawn
-        self.temperature[row] = sampling.temperature if is_drawn else 0.0
-        self.repetition_penalty[row] = sampling.repetition_penalty
-        self.presence_penalty[row] = sampling.presence_penalty
-        self.frequency_penalty[row] = sampling.frequency_penalty
-        self.top_k[row] = sampling.top_k
+        for parameter in PARAMETERS:
+            # Settings cross the wire as float32; a row that was placed otherwise draws the same.
+            value = sampling.number(parameter.name)
+            column = self.number_by_name[parameter.name]
+            column[row] = value if parameter.is_whole else np.float32(value)
+        temperature = self.number_by_name["temperature"]
+        self.is_drawn[row] = temperature[row] >= MIN_TEMPERATURE
+        temperature[row] *= self.is_drawn[row]
         self.seed[row] = sampling.seed
-        # Settings cross the wire as float32; a row that was placed otherwise draws the same.
-        self.top_p[row] = np.float32(sampling.top_p)
-        self.min_p[row] = np.float32(sampling.min_p)
         self.min_tokens[row] = sampling.min_tokens
         self.num_logprobs[row] = _or_not_asked(sampling.num_logprobs)
         self.num_prompt_logprobs[row] = _or_not_asked(sampling.num_prompt_logprobs)
-        self.has_penalties[row] = (
-            sampling.repetition_penalty != 1.0
-            or sampling.presence_penalty != 0.0
-            or sampling.frequency_penalty != 0.0
+        self.has_penalties[row] = any(
+            sampling.number(p.name) != p.off for p in PARAMETERS if p.counts_tokens
         )
 
     def _set_token_lists(self, row: int, sampling: SamplingSettings) -> None:

@@ -103,10 +103,7 @@ class TritonOps(Ops):
             a.draft_starts,
             a.draft_counts,
             a.drafts,
-            a.repetition,
-            a.presence,
-            a.frequency,
-            a.temperature,
+            *a.numbers.values(),
         )
 
     def sample(self, scaled: torch.Tensor, draws: Draws) -> torch.Tensor:
@@ -118,9 +115,7 @@ class TritonOps(Ops):
             scaled,
             draws.seeds,
             draws.positions,
-            draws.top_k,
-            draws.top_p,
-            draws.min_p,
+            *draws.numbers.values(),
             draws.is_drawn,
         )
         return token_ids

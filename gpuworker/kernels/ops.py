@@ -4,6 +4,7 @@
 pass on a GPU. A fused kernel is right when it equals its twin.
 """
 
+from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Literal, Protocol
 
@@ -79,8 +80,8 @@ class LogitEdits:
 class Adjustments:
     """What changes whole rows of logits; [num_samples] each unless said otherwise.
 
-    A row counts its prompt's tokens, its output's, and the drafts before the sample. Zeros and a
-    repetition of 1 change nothing; a temperature of 0 leaves the scale.
+    A row counts its prompt's tokens, its output's, and the drafts before the sample. A temperature
+    of 0 leaves the scale.
     """
 
     slots: torch.Tensor  # int32, row of the persistent batch
@@ -91,10 +92,7 @@ class Adjustments:
     draft_starts: torch.Tensor  # int32, where its drafts begin in `drafts`
     draft_counts: torch.Tensor  # int32
     drafts: torch.Tensor  # int32 [num_drafts]
-    repetition: torch.Tensor  # float32
-    presence: torch.Tensor  # float32
-    frequency: torch.Tensor  # float32
-    temperature: torch.Tensor  # float32
+    numbers: Mapping[str, torch.Tensor]  # of Stage.ADJUST, in the order of `headrace.parameters`
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -103,10 +101,8 @@ class Draws:
 
     seeds: torch.Tensor  # int64, the bits of an unsigned seed
     positions: torch.Tensor  # int64, how many output tokens precede
-    top_k: torch.Tensor  # int32, 0 is off
-    top_p: torch.Tensor  # float64, 1 is off
-    min_p: torch.Tensor  # float64, 0 is off
     is_drawn: torch.Tensor  # int32
+    numbers: Mapping[str, torch.Tensor]  # of Stage.DRAW, in the order of `headrace.parameters`
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

@@ -63,14 +63,19 @@ class TorchOps(Ops):
 
     def adjust_logits(self, logits: torch.Tensor, adjustments: Adjustments) -> None:
         a = adjustments
-        is_penalized = (a.repetition != 1) | (a.presence != 0) | (a.frequency != 0)
+        n = a.numbers
+        is_penalized = (
+            (n["repetition_penalty"] != 1)
+            | (n["presence_penalty"] != 0)
+            | (n["frequency_penalty"] != 0)
+        )
         for i in is_penalized.nonzero().squeeze(1).tolist():
             _penalize(logits[i], a, i)
         constrained = (a.grammar_rows >= 0).nonzero().squeeze(1)
         if len(constrained):
             allowed = _bits(a.grammar_bits[a.grammar_rows[constrained].long()], logits.shape[1])
             logits[constrained] = logits[constrained].masked_fill(~allowed, -torch.inf)
-        logits.div_(torch.where(a.temperature > 0, a.temperature, 1.0)[:, None])
+        logits.div_(torch.where(n["temperature"] > 0, n["temperature"], 1.0)[:, None])
 
     def sample(self, scaled: torch.Tensor, draws: Draws) -> torch.Tensor:
         return draw(scaled, draws).int()
@@ -95,9 +100,12 @@ def _penalize(logits: torch.Tensor, a: Adjustments, i: int) -> None:
     drafts = drafts[drafts >= 0]
     counts.index_add_(0, drafts, torch.ones(len(drafts), device=counts.device))
     is_seen = _bits(a.prompt_bits[slot][None], len(logits))[0] | (counts > 0)
-    penalized = torch.where(logits > 0, logits / a.repetition[i], logits * a.repetition[i])
+    repetition, presence, frequency = (
+        a.numbers[f"{name}_penalty"][i] for name in ("repetition", "presence", "frequency")
+    )
+    penalized = torch.where(logits > 0, logits / repetition, logits * repetition)
     values = torch.where(is_seen, penalized, logits)
-    loss = a.presence[i] + a.frequency[i] * counts
+    loss = presence + frequency * counts
     logits.copy_(torch.where(counts > 0, values - loss, values))
 
 

@@ -1,7 +1,7 @@
 """Messages to the core's plans and back; whatever comes from outside is checked here, once."""
 
-import math
 from collections.abc import Iterable
+from typing import Any
 
 from gpuworker.core.plan import (
     LogprobColumns,
@@ -11,8 +11,9 @@ from gpuworker.core.plan import (
     StepPlan,
     StepResult,
 )
+from headrace.parameters import PARAMETERS, Parameter
 from headrace.service.columns import pack_int32, unpack_int32
-from headrace.service.errors import invalid
+from headrace.service.sampling import check_values
 from headrace.v1 import common_pb2, gpuworker_pb2
 
 # What a column of settings holds.
@@ -72,55 +73,28 @@ def _row_request(message: gpuworker_pb2.RowRequest) -> RowRequest:
 
 
 def _sampling(message: common_pb2.SamplingParams) -> SamplingSettings:
-    settings = SamplingSettings(
-        temperature=message.temperature if message.HasField("temperature") else 1.0,
-        top_p=message.top_p if message.HasField("top_p") else 1.0,
-        # Past any vocabulary it keeps everything.
-        top_k=min(message.top_k, _MAX_INT32),
-        min_p=message.min_p,
+    check_values(message)
+    return SamplingSettings(
+        **{p.name: _number(message, p) for p in PARAMETERS},
         seed=message.seed,
-        repetition_penalty=(
-            message.repetition_penalty if message.HasField("repetition_penalty") else 1.0
-        ),
-        presence_penalty=message.presence_penalty,
-        frequency_penalty=message.frequency_penalty,
         logit_bias=tuple(sorted(message.logit_bias.items())),
         min_tokens=min(message.min_tokens, _MAX_INT32),
         stop_token_ids=tuple(message.stop_token_ids),
         ignore_eos=message.ignore_eos,
         bad_token_ids=tuple(tuple(sequence.ids) for sequence in message.bad_token_ids),
-        num_logprobs=_at_most_int32(message.logprobs, is_set=message.HasField("logprobs")),
-        num_prompt_logprobs=_at_most_int32(
-            message.prompt_logprobs, is_set=message.HasField("prompt_logprobs")
+        num_logprobs=message.logprobs if message.HasField("logprobs") else None,
+        num_prompt_logprobs=(
+            message.prompt_logprobs if message.HasField("prompt_logprobs") else None
         ),
     )
-    _check_sampling(settings)
-    return settings
 
 
-def _at_most_int32(value: int, *, is_set: bool) -> int | None:
-    """A number of alternatives as its column can hold it: no vocabulary has more."""
-    return min(value, _MAX_INT32) if is_set else None
-
-
-def _check_sampling(settings: SamplingSettings) -> None:
-    """Refuses what would make logits meaningless; the router refuses it with kinder words."""
-    bounds = (
-        ("temperature", 0.0, math.inf),
-        ("top_p", 0.0, 1.0),
-        ("min_p", 0.0, 1.0),
-        ("repetition_penalty", 0.0, math.inf),
-        ("presence_penalty", -math.inf, math.inf),
-        ("frequency_penalty", -math.inf, math.inf),
-    )
-    for name, low, high in bounds:
-        value = getattr(settings, name)
-        if not (math.isfinite(value) and low <= value <= high):
-            raise invalid(name, f"must be finite and in [{low}, {high}], is {value}")
-    if settings.repetition_penalty == 0.0:
-        raise invalid("repetition_penalty", "must be above 0")
-    if not all(math.isfinite(value) for _, value in settings.logit_bias):
-        raise invalid("logit_bias", "values must be finite")
+def _number(message: common_pb2.SamplingParams, parameter: Parameter) -> Any:
+    """A parameter's value as its column can hold it, None where the message has none."""
+    if not message.HasField(parameter.name):  # type: ignore[arg-type]
+        return None
+    value = getattr(message, parameter.name)
+    return min(value, _MAX_INT32) if parameter.is_whole else value
 
 
 def _row_logprobs(row: RowLogprobs) -> gpuworker_pb2.RowLogprobs:

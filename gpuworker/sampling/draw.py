@@ -44,7 +44,7 @@ class _Rows:
     @staticmethod
     def of(scaled: torch.Tensor, draws: Draws) -> "_Rows":
         """All places."""
-        truncation = Truncation(draws.top_p, draws.top_k.long(), draws.min_p)
+        truncation = Truncation.of_numbers(draws.numbers)
         return _Rows(scaled, draws.seeds, draws.positions, truncation)
 
     def some(self, index: torch.Tensor) -> "_Rows":

@@ -131,8 +131,5 @@ class Sampler:
             draft_starts=draft_starts,
             draft_counts=draft_counts,
             drafts=drafts,
-            repetition=columns.repetition,
-            presence=columns.presence,
-            frequency=columns.frequency,
-            temperature=columns.temperature,
+            numbers=columns.adjustments,
         )

@@ -5,6 +5,7 @@ a row's threshold never depends on the other rows: only order-free reductions, s
 order of their own are used.
 """
 
+from collections.abc import Mapping
 from dataclasses import dataclass
 
 import torch
@@ -23,6 +24,11 @@ class Truncation:
     top_p: torch.Tensor  # float64
     top_k: torch.Tensor  # int64
     min_p: torch.Tensor  # float64
+
+    @staticmethod
+    def of_numbers(numbers: Mapping[str, torch.Tensor]) -> "Truncation":
+        """The settings among the numbers of Stage.DRAW, by name."""
+        return Truncation(numbers["top_p"], numbers["top_k"].long(), numbers["min_p"])
 
     @property
     def is_off(self) -> torch.Tensor:

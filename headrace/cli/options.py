@@ -6,6 +6,8 @@ from typing import TYPE_CHECKING, Any, TypeVar
 
 import click
 
+from headrace.parameters import PARAMETERS
+
 if TYPE_CHECKING:
     from headrace.client import HeadraceClient
     from headrace.types import Sampling
@@ -46,35 +48,15 @@ _CONNECTION = (
 _THE_MODELS = "[default: the model's]"
 
 _SAMPLING = (
-    click.option("--temperature", type=float, help=f"Randomness; 0 is greedy.  {_THE_MODELS}"),
-    click.option(
-        "--top-p",
-        type=float,
-        help=f"Sample from the likeliest tokens up to this sum.  {_THE_MODELS}",
-    ),
-    click.option(
-        "--top-k", type=int, help=f"Sample from this many likeliest tokens; 0: all.  {_THE_MODELS}"
-    ),
-    click.option(
-        "--min-p",
-        type=float,
-        help=f"Least probability of a token, relative to the likeliest.  {_THE_MODELS}",
+    *(
+        click.option(
+            "--" + parameter.name.replace("_", "-"),
+            type=int if parameter.is_whole else float,
+            help=f"{parameter.help}  {_THE_MODELS}" if parameter.is_recommended else parameter.help,
+        )
+        for parameter in sorted(PARAMETERS, key=lambda p: (p.stage.value, p.counts_tokens))
     ),
     click.option("--seed", type=int, help="Seed of sampling, for reproducible output."),
-    click.option(
-        "--repetition-penalty",
-        type=float,
-        help=f"Above 1 makes repetitions less likely.  {_THE_MODELS}",
-    ),
-    click.option(
-        "--presence-penalty",
-        type=float,
-        default=0.0,
-        help="-2 to 2; subtracted once from tokens in the output.",
-    ),
-    click.option(
-        "--frequency-penalty", type=float, default=0.0, help="-2 to 2; subtracted per occurrence."
-    ),
     click.option(
         "--logit-bias",
         multiple=True,

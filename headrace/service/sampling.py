@@ -4,13 +4,12 @@ A worker refuses a plan as a whole, so one invalid setting would fail every requ
 Routers check what clients send, and schedulers check what routers send.
 """
 
-import math
 from typing import NoReturn
 
+from headrace.parameters import PARAMETERS
 from headrace.service.errors import invalid
 from headrace.v1 import common_pb2
 
-_MAX_PENALTY = 2.0
 _MAX_N = 16
 _MAX_LOGPROBS = 20
 _MAX_LOGIT_BIAS = 1024
@@ -34,18 +33,10 @@ def refuse(name: str, must: str, value: float) -> NoReturn:
 
 
 def _check_numbers(sampling: common_pb2.SamplingParams) -> None:
-    if sampling.HasField("temperature") and not 0 <= sampling.temperature < math.inf:
-        refuse("temperature", "must be a finite number of at least 0", sampling.temperature)
-    if sampling.HasField("top_p") and not 0 < sampling.top_p <= 1:
-        refuse("top_p", "must be above 0 and at most 1", sampling.top_p)
-    if not 0 <= sampling.min_p <= 1:
-        refuse("min_p", "must be between 0 and 1", sampling.min_p)
-    if sampling.HasField("repetition_penalty") and not 0 < sampling.repetition_penalty < math.inf:
-        refuse("repetition_penalty", "must be a finite number above 0", sampling.repetition_penalty)
-    for name in ("presence_penalty", "frequency_penalty"):
-        value = getattr(sampling, name)
-        if not -_MAX_PENALTY <= value <= _MAX_PENALTY:
-            refuse(name, "must be between -2 and 2", value)
+    for parameter in PARAMETERS:
+        value = getattr(sampling, parameter.name)
+        if sampling.HasField(parameter.name) and not parameter.allows(value):  # type: ignore[arg-type]
+            refuse(parameter.name, parameter.must, value)
 
 
 def _check_lengths(sampling: common_pb2.SamplingParams) -> None:

@@ -7,6 +7,7 @@ about sampling are skipped.
 from dataclasses import dataclass, field
 from pathlib import Path
 
+from headrace.parameters import PARAMETERS
 from headrace.service.errors import ServiceError
 from headrace.service.model_files import ModelFilesError, generation_config
 from headrace.service.sampling import check_values
@@ -15,15 +16,10 @@ from headrace.v1 import common_pb2
 # Of a chat request where neither the request nor the model says: an answer, not a book.
 DEFAULT_CHAT_MAX_TOKENS = 1024
 
-_FIELD_BY_KEY = {
-    "temperature": "temperature",
-    "top_p": "top_p",
-    "top_k": "top_k",
-    "min_p": "min_p",
-    "repetition_penalty": "repetition_penalty",
-    "max_new_tokens": "max_tokens",
+_FIELD_BY_KEY = {p.name: p.name for p in PARAMETERS if p.is_recommended} | {
+    "max_new_tokens": "max_tokens"
 }
-_WHOLE_NUMBERS = ("top_k", "max_new_tokens")
+_WHOLE_NUMBERS = {p.name for p in PARAMETERS if p.is_whole} | {"max_new_tokens"}
 
 
 @dataclass(frozen=True, slots=True)

@@ -22,6 +22,7 @@ from gpuworker.kernels.ops import (
     TokenPlaces,
     Verification,
 )
+from headrace.parameters import Stage, names_of
 from tests.kernels.batches import Slots
 
 CPU = torch.device("cpu")
@@ -224,14 +225,16 @@ def _sampling_ops(target: Target) -> None:
         draft_starts=ints,
         draft_counts=ints,
         drafts=ints,
-        repetition=floats,
-        presence=floats,
-        frequency=floats,
-        temperature=floats,
+        numbers=dict.fromkeys(names_of(Stage.ADJUST), floats),
     )
     ops.adjust_logits(logits, adjustments)
     share = torch.ones(1, dtype=torch.float64)
-    draws = Draws(seeds=longs, positions=longs, top_k=ints, top_p=share, min_p=share, is_drawn=ints)
+    draws = Draws(
+        seeds=longs,
+        positions=longs,
+        is_drawn=ints,
+        numbers={"top_k": ints, "top_p": share, "min_p": share},
+    )
     tokens = ops.sample(logits, draws)
     verification = Verification(
         sample_starts=ints, num_samples=ints, draft_starts=ints, drafts=ints

@@ -43,10 +43,12 @@ def adjustments(seed=0):
         draft_starts=column([1, 0, 0]),
         draft_counts=column([3, 0, 0]),
         drafts=column([9, 17, 18, 17]),
-        repetition=column([1.3, 1.0, 1.0], torch.float32),
-        presence=column([0.5, 0.0, 0.0], torch.float32),
-        frequency=column([0.25, 0.0, 0.0], torch.float32),
-        temperature=column([0.7, 0.0, 1.0], torch.float32),
+        numbers={
+            "repetition_penalty": column([1.3, 1.0, 1.0], torch.float32),
+            "presence_penalty": column([0.5, 0.0, 0.0], torch.float32),
+            "frequency_penalty": column([0.25, 0.0, 0.0], torch.float32),
+            "temperature": column([0.7, 0.0, 1.0], torch.float32),
+        },
     )
 
 
@@ -103,10 +105,12 @@ def draws(num_samples, *, top_k=0, top_p=1.0, min_p=0.0, is_drawn=1, seed=0):
     return Draws(
         seeds=torch.from_numpy(rng.integers(-(2**63), 2**63 - 1, num_samples)),
         positions=torch.from_numpy(rng.integers(0, 5000, num_samples)),
-        top_k=torch.full((num_samples,), top_k, dtype=torch.int32),
-        top_p=torch.full((num_samples,), top_p, dtype=torch.float64),
-        min_p=torch.full((num_samples,), min_p, dtype=torch.float64),
         is_drawn=torch.full((num_samples,), is_drawn, dtype=torch.int32),
+        numbers={
+            "top_k": torch.full((num_samples,), top_k, dtype=torch.int32),
+            "top_p": torch.full((num_samples,), top_p, dtype=torch.float64),
+            "min_p": torch.full((num_samples,), min_p, dtype=torch.float64),
+        },
     )
 
 

@@ -72,7 +72,7 @@ def test_set_sampling_fields_arrive() -> None:
         ignore_eos=True,
         bad_token_ids=[{"ids": [4, 5]}, {"ids": [6]}],
         logprobs=0,
-        prompt_logprobs=2**32 - 1,
+        prompt_logprobs=20,
     )
     assert settings == SamplingSettings(
         temperature=0.0,
@@ -89,7 +89,7 @@ def test_set_sampling_fields_arrive() -> None:
         ignore_eos=True,
         bad_token_ids=((4, 5), (6,)),
         num_logprobs=0,
-        num_prompt_logprobs=2**31 - 1,
+        num_prompt_logprobs=20,
     )
 
 

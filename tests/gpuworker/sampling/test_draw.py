@@ -22,7 +22,7 @@ SETTINGS = [
 
 def plainly(scaled: torch.Tensor, draws: Draws) -> torch.Tensor:
     """Everything sorted, noise for every token, in float64."""
-    truncation = Truncation(draws.top_p, draws.top_k.long(), draws.min_p)
+    truncation = Truncation.of_numbers(draws.numbers)
     floor, _ = thresholds(scaled, scaled.sort(descending=True).values, truncation)
     scores = gumbel(draws.seeds, draws.positions, torch.arange(scaled.shape[1])[None])
     scores.add_(scaled).masked_fill_(scaled < floor[:, None], -torch.inf)
@@ -38,13 +38,20 @@ def test_tokens_are_those_of_the_plain_definition(spread: float) -> None:
     draws = Draws(
         seeds=torch.from_numpy(rng.integers(-(2**63), 2**63 - 1, num_rows)),
         positions=torch.from_numpy(rng.integers(0, 5000, num_rows)),
-        top_k=torch.tensor([s.get("top_k", 0) for s in each], dtype=torch.int32),
-        top_p=torch.tensor([s.get("top_p", 1.0) for s in each], dtype=torch.float64),
-        min_p=torch.tensor([s.get("min_p", 0.0) for s in each], dtype=torch.float64),
         is_drawn=torch.tensor([i % 5 != 0 for i in range(num_rows)], dtype=torch.int32),
+        numbers={
+            "top_k": torch.tensor([s.get("top_k", 0) for s in each], dtype=torch.int32),
+            "top_p": torch.tensor([s.get("top_p", 1.0) for s in each], dtype=torch.float64),
+            "min_p": torch.tensor([s.get("min_p", 0.0) for s in each], dtype=torch.float64),
+        },
     )
     expected = plainly(scaled, draws)
     assert torch.equal(draw(scaled, draws), expected)
     for i in range(0, num_rows, 11):
-        alone = Draws(**{n: getattr(draws, n)[i : i + 1] for n in Draws.__slots__})
+        alone = Draws(
+            seeds=draws.seeds[i : i + 1],
+            positions=draws.positions[i : i + 1],
+            is_drawn=draws.is_drawn[i : i + 1],
+            numbers={name: column[i : i + 1] for name, column in draws.numbers.items()},
+        )
         assert draw(scaled[i : i + 1], alone).tolist() == [int(expected[i])]

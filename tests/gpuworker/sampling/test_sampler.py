@@ -29,11 +29,13 @@ TRUNCATIONS = {
 
 def expected_probabilities(logits: np.ndarray, settings: SamplingSettings) -> np.ndarray:
     """min_p, then top_k, then top_p over what they leave; written out over a sorted list."""
-    scaled = logits.astype(np.float64) / settings.temperature
+    scaled = logits.astype(np.float64) / settings.number("temperature")
     probabilities = np.exp(scaled - scaled.max())
     probabilities /= probabilities.sum()
     order = np.argsort(-probabilities).tolist()
-    kept = [i for i in order if probabilities[i] >= settings.min_p * probabilities[order[0]]]
+    kept = [
+        i for i in order if probabilities[i] >= settings.number("min_p") * probabilities[order[0]]
+    ]
     if settings.top_k:
         kept = kept[: settings.top_k]
     total = probabilities[kept].sum()
@@ -41,7 +43,7 @@ def expected_probabilities(logits: np.ndarray, settings: SamplingSettings) -> np
     for i in kept:
         nucleus.append(i)
         mass += probabilities[i] / total
-        if mass >= settings.top_p:
+        if mass >= settings.number("top_p"):
             break
     result = np.zeros_like(probabilities)
     result[nucleus] = probabilities[nucleus]
