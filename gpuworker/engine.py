@@ -54,7 +54,7 @@ _DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16, "float16": torc
 
 
 @dataclass(frozen=True, slots=True)
-class Engine:
+class LoadedModel:
     """A runner and what it is, in words."""
 
     runner: ModelRunner
@@ -96,7 +96,7 @@ def load_engine(
     loading: Progress,
     capturing: Progress,
     parts: DeviceParts | None = None,
-) -> Engine:
+) -> LoadedModel:
     """Loads the model, allocates its KV pool and captures its graphs; takes seconds to minutes.
 
     To be called on the thread that will run the model.
@@ -126,7 +126,7 @@ def engine_of(
     loading: Progress,
     capturing: Progress,
     parts: DeviceParts | None = None,
-) -> Engine:
+) -> LoadedModel:
     """As load_engine, with weights from anywhere."""
     if settings.num_spec_tokens < 0:
         raise ValueError("num-spec-tokens must be at least 0")
@@ -157,7 +157,7 @@ def engine_of(
             "captured %d CUDA graphs in %.1f s", len(graph_sizes), time.monotonic() - started
         )
     is_ahead = device.type != "cpu" and settings.num_spec_tokens == 0
-    return Engine(
+    return LoadedModel(
         runner,
         _device_name(device),
         str(dtype).removeprefix("torch."),

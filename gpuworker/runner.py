@@ -25,7 +25,7 @@ from gpuworker.core.plan import (
     StepPlan,
     StepResult,
 )
-from gpuworker.device.transfers import Event, Transfers
+from gpuworker.device.transfers import DeviceEvent, Transfers
 from gpuworker.forward import Forward, Outputs
 from gpuworker.sampling.logprobs import LogprobTensors, join, start_logprobs, take
 from gpuworker.sampling.sampler import SampledTokens, Sampler
@@ -39,7 +39,9 @@ _MAX_PENDING = 2
 class PendingStep:
     """A step on its way."""
 
-    def __init__(self, copied: Event, complete: Callable[["PendingStep"], StepResult]) -> None:
+    def __init__(
+        self, copied: DeviceEvent, complete: Callable[["PendingStep"], StepResult]
+    ) -> None:
         self._copied = copied
         self._complete = complete
         self._result: StepResult | None = None

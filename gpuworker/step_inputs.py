@@ -149,7 +149,7 @@ class InputStaging:
 
 
 @dataclass(frozen=True, slots=True)
-class _Sections:
+class _StepSections:
     """Where each section of a step begins, in 32-bit integers, and their views."""
 
     sizes: StepSizes
@@ -191,7 +191,7 @@ class _Sections:
 
 
 @lru_cache(_NUM_KEPT_VIEWS)
-def _sections(sizes: StepSizes) -> _Sections:
+def _sections(sizes: StepSizes) -> _StepSections:
     width = max(_aligned(sizes.num_samples), _ALIGNED)  # torch cannot look at nothing as int64
     lengths = (
         _aligned(sizes.num_padded_tokens),
@@ -203,7 +203,7 @@ def _sections(sizes: StepSizes) -> _Sections:
         _aligned(sizes.num_drafts),
     )
     starts = np.cumsum((0, *lengths)).tolist()
-    return _Sections(sizes, tuple(starts), width)
+    return _StepSections(sizes, tuple(starts), width)
 
 
 def _aligned(size: int) -> int:
@@ -217,7 +217,7 @@ def _fill(section: Int32Array, values: NDArray[np.integer]) -> None:
 
 
 def _fill_samples(
-    places: _Sections, values: Int32Array, batch: FlatBatch, slots: RequestSlots
+    places: _StepSections, values: Int32Array, batch: FlatBatch, slots: RequestSlots
 ) -> None:
     """The settings of the rows that sample, and how far each is."""
     words, longs = places.words(values), places.longs(values).view(np.int64)
@@ -228,7 +228,7 @@ def _fill_samples(
     longs[-1, :count] = batch.sample_positions
 
 
-def _fill_drafts(places: _Sections, values: Int32Array, batch: FlatBatch) -> None:
+def _fill_drafts(places: _StepSections, values: Int32Array, batch: FlatBatch) -> None:
     """Which drafts precede each sample, and which samples each request has."""
     words, verification = places.words(values), places.verification(values)
     num_samples, num_drafts = batch.num_samples, batch.num_draft_tokens

@@ -48,7 +48,7 @@ class _Step(ctypes.Structure):
     )
 
 
-class _Layer(ctypes.Structure):
+class _LayerArguments(ctypes.Structure):
     """paged.cpp's Layer."""
 
     _fields_ = (
@@ -128,14 +128,14 @@ class _NativeStep(PreparedStep):
 
     def write(self, kv: LayerKv, key: torch.Tensor, value: torch.Tensor) -> None:
         key, value = _dense_heads(key), _dense_heads(value)
-        layer = _Layer(key_stride=key.stride(0), value_stride=value.stride(0))
+        layer = _LayerArguments(key_stride=key.stride(0), value_stride=value.stride(0))
         self._call(self._backend.write, layer, key, value, kv.key, kv.value)
 
     def attend(self, query: torch.Tensor, kv: LayerKv, layer: AttentionLayer) -> torch.Tensor:
         query = _dense_heads(query)
         out = torch.empty(query.shape, dtype=query.dtype)
         out[self._shape.num_tokens :] = 0
-        settings = _Layer(
+        settings = _LayerArguments(
             query_stride=query.stride(0),
             window=layer.sliding_window or 0,
             scale=layer.scale,
@@ -144,7 +144,7 @@ class _NativeStep(PreparedStep):
         self._call(self._backend.attend, settings, query, kv.key, kv.value, out)
         return out
 
-    def _call(self, function: Any, layer: _Layer, *tensors: torch.Tensor) -> None:
+    def _call(self, function: Any, layer: _LayerArguments, *tensors: torch.Tensor) -> None:
         function(
             ctypes.byref(self._step),
             ctypes.byref(layer),

@@ -7,7 +7,7 @@ import torch
 from numpy.typing import NDArray
 
 
-class Event(Protocol):
+class DeviceEvent(Protocol):
     """A point in a device's work."""
 
     def query(self) -> bool:
@@ -29,7 +29,7 @@ class Transfers(Protocol):
         `values` is a tensor of its own, into which nothing is written any more.
         """
 
-    def mark(self) -> Event:
+    def mark(self) -> DeviceEvent:
         """The point after all that was started so far."""
 
 
@@ -42,7 +42,7 @@ class HostTransfers(Transfers):
     def to_host(self, values: torch.Tensor) -> torch.Tensor:
         return values
 
-    def mark(self) -> Event:
+    def mark(self) -> DeviceEvent:
         return _Passed()
 
 
@@ -63,13 +63,13 @@ class CudaTransfers(Transfers):
         pinned = torch.empty(values.shape, dtype=values.dtype, pin_memory=True)
         return pinned.copy_(values, non_blocking=True)
 
-    def mark(self) -> Event:
+    def mark(self) -> DeviceEvent:
         event = torch.cuda.Event()  # type: ignore[no-untyped-call]
         event.record()
         return event
 
 
-class _Passed(Event):
+class _Passed(DeviceEvent):
     def query(self) -> bool:
         return True
 

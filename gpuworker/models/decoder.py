@@ -107,7 +107,7 @@ class Decoder:
         return logits
 
     def _attend(
-        self, layer: "_Layer", normed: torch.Tensor, kv: LayerKv, places: TokenPlaces
+        self, layer: "_DecoderLayer", normed: torch.Tensor, kv: LayerKv, places: TokenPlaces
     ) -> torch.Tensor:
         """Attention without its output product: [num_tokens, num_heads * head_dim]."""
         shape = self.config.attention
@@ -135,7 +135,7 @@ class Decoder:
     ) -> torch.Tensor:
         return self._ops.add_rms_norm(residual, update, weight, self.config.norm_eps)
 
-    def _with_kinds(self, layers: Sequence[LayerWeights]) -> list["_Layer"]:
+    def _with_kinds(self, layers: Sequence[LayerWeights]) -> list["_DecoderLayer"]:
         """Weights of layers with what the configuration says of each."""
         config = self.config
         ropes = {
@@ -144,7 +144,7 @@ class Decoder:
             if rope is not None
         }
         return [
-            _Layer(
+            _DecoderLayer(
                 weights,
                 AttentionLayer(
                     config.attention.scale, layer.sliding_window, config.attention.soft_cap
@@ -156,7 +156,7 @@ class Decoder:
 
 
 @dataclass(frozen=True, slots=True)
-class _Layer:
+class _DecoderLayer:
     """A layer's weights, and what kind of layer it is."""
 
     weights: LayerWeights

@@ -20,7 +20,7 @@ import torch
 from opentelemetry.trace import Span
 
 from gpuworker.core.plan import PlanError, StepPlan, StepResult
-from gpuworker.engine import Engine
+from gpuworker.engine import LoadedModel
 from gpuworker.pipeline import StepPipeline
 from gpuworker.rpc import wire
 from headrace.service import telemetry
@@ -90,7 +90,7 @@ class GpuWorkerService(gpuworker_pb2_grpc.GpuWorkerServicer):
         self._identity = identity
         self._model_thread = model_thread
         self._pipeline = StepPipeline(model_thread)
-        self._engine: Engine | None = None
+        self._engine: LoadedModel | None = None
         self._is_draining = False
         self._stream: _Stream | None = None
         self._num_queued = 0
@@ -102,7 +102,7 @@ class GpuWorkerService(gpuworker_pb2_grpc.GpuWorkerServicer):
         """Registers the service."""
         gpuworker_pb2_grpc.add_GpuWorkerServicer_to_server(self, server)
 
-    def set_engine(self, engine: Engine) -> None:
+    def set_engine(self, engine: LoadedModel) -> None:
         """The model is loaded."""
         self._engine = engine
 
@@ -193,7 +193,7 @@ class GpuWorkerService(gpuworker_pb2_grpc.GpuWorkerServicer):
             "NO_BLOCK_TRANSFER", "this worker cannot take KV blocks over; let it recompute them"
         )
 
-    def _require_engine(self) -> Engine:
+    def _require_engine(self) -> LoadedModel:
         if self._engine is None:
             raise unavailable(
                 "MODEL_LOADING", "the model is being loaded", retry_after_s=_LOADING_RETRY_S
@@ -216,7 +216,7 @@ class GpuWorkerService(gpuworker_pb2_grpc.GpuWorkerServicer):
 
     async def _read(
         self,
-        engine: Engine,
+        engine: LoadedModel,
         stream: _Stream,
         plans: AsyncIterator[gpuworker_pb2.StepPlan],
     ) -> None:
@@ -232,7 +232,7 @@ class GpuWorkerService(gpuworker_pb2_grpc.GpuWorkerServicer):
             stream.results.put_nowait(error)
 
     def _step(
-        self, engine: Engine, stream: _Stream, plan: StepPlan
+        self, engine: LoadedModel, stream: _Stream, plan: StepPlan
     ) -> "asyncio.Future[StepResult]":
         """Has a stream's plan run; dropped if the stream is over by then."""
         launch = partial(_if_current, stream, partial(engine.runner.launch, plan))

@@ -5,7 +5,7 @@ from dataclasses import dataclass
 
 from gpuworker.device.graphs import GraphRecorder, StepGraph
 from gpuworker.device.memory import MemoryReader, MemoryReading
-from gpuworker.device.transfers import Event, HostTransfers
+from gpuworker.device.transfers import DeviceEvent, HostTransfers
 from gpuworker.engine import DeviceParts
 from gpuworker.kernels.twins import TorchOps
 
@@ -42,7 +42,7 @@ class SeenTransfers(HostTransfers):
     def __init__(self, memory: FakeMemory) -> None:
         self._memory = memory
 
-    def mark(self) -> Event:
+    def mark(self) -> DeviceEvent:
         self._memory.has_run = True
         return super().mark()
 

@@ -6,7 +6,7 @@ from typing import Any
 import numpy as np
 import torch
 
-from gpuworker.device.transfers import Event, Transfers
+from gpuworker.device.transfers import DeviceEvent, Transfers
 from gpuworker.engine import DeviceParts
 from gpuworker.kernels.ops import Ops
 from gpuworker.kernels.twins import TorchOps
@@ -35,7 +35,7 @@ class LateTransfers(Transfers):
         return LateEvent(self, copies)
 
 
-class LateEvent(Event):
+class LateEvent(DeviceEvent):
     def __init__(self, transfers: LateTransfers, copies: list[Callable[[], Any]]) -> None:
         self._transfers = transfers
         self._copies = copies

@@ -12,7 +12,7 @@ from gpuworker.attention.cpu import TorchAttention
 from gpuworker.attention.native import NativeAttention
 from gpuworker.attention.triton.configs import Target
 from gpuworker.config import KvCacheSettings, WorkerSettings
-from gpuworker.engine import DeviceParts, Engine, load_engine
+from gpuworker.engine import DeviceParts, LoadedModel, load_engine
 from gpuworker.kernels.twins import TorchOps
 from gpuworker.kv_pool import KvPoolError, block_bytes, num_blocks_that_fit
 from gpuworker.machine import gpu_driver
@@ -27,7 +27,7 @@ def checkpoint(tmp_path_factory: pytest.TempPathFactory) -> Path:
     return folder
 
 
-def load(folder: Path, parts: DeviceParts | None = None, **settings: object) -> Engine:
+def load(folder: Path, parts: DeviceParts | None = None, **settings: object) -> LoadedModel:
     given = {"device": "cpu", "num_kv_blocks": 9} | settings
     of_pool = {name: given.pop(name) for name in KvCacheSettings.__struct_fields__ if name in given}
     return load_engine(

@@ -118,9 +118,9 @@ def test_graphs_of_one_recorder_share_the_matrix_librarys_workspace():
 
 def on_device(columns):
     """The same columns of a step, there."""
-    return replace(
-        columns, **{name: getattr(columns, name).to(DEVICE) for name in columns.__slots__}
-    )
+    from tests.kernels.test_sampling_kernels import mapped
+
+    return mapped(columns, lambda x: x.to(DEVICE))
 
 
 def test_edited_and_adjusted_logits_equal_the_twins():

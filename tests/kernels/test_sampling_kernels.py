@@ -61,6 +61,22 @@ def check_adjusted(given):
     return ours
 
 
+def with_numbers(given, values):
+    columns = {name: column(value, torch.float32) for name, value in values.items()}
+    return replace(given, numbers={**given.numbers, **columns})
+
+
+def mapped(columns, change):
+    """The columns of a step, each changed."""
+
+    def one(value):
+        if isinstance(value, torch.Tensor):
+            return change(value)
+        return {name: change(x) for name, x in value.items()}
+
+    return replace(columns, **{name: one(getattr(columns, name)) for name in columns.__slots__})
+
+
 def test_penalties_grammar_and_temperature_equal_their_twin():
     check_adjusted(adjustments())
 
@@ -68,15 +84,15 @@ def test_penalties_grammar_and_temperature_equal_their_twin():
 @pytest.mark.parametrize("name", ["repetition", "presence", "frequency"])
 def test_each_penalty_works_alone(name):
     off = {"repetition": 1.0, "presence": 0.0, "frequency": 0.0}
-    columns = {key: column([value] * 3, torch.float32) for key, value in off.items()}
-    columns[name] = column([0.6, 1.5, 2.0], torch.float32)
-    check_adjusted(replace(adjustments(seed=3), **columns))
+    values = {f"{key}_penalty": [value] * 3 for key, value in off.items()}
+    values[f"{name}_penalty"] = [0.6, 1.5, 2.0]
+    check_adjusted(with_numbers(adjustments(seed=3), values))
 
 
 def test_drafts_before_a_sample_count_as_its_output():
     given = replace(adjustments(), output_counts=torch.zeros(4, VOCAB, dtype=torch.int16))
     given = replace(given, prompt_bits=torch.zeros(4, WORDS, dtype=torch.int32))
-    given = replace(given, repetition=column([1.0] * 3, torch.float32))
+    given = with_numbers(given, {"repetition_penalty": [1.0] * 3})
     before = random_logits(3, seed=2)
     changed = check_adjusted(given)[0] * 0.7 - before[0]
     assert torch.allclose(changed[17], torch.tensor(-1.0), atol=1e-5)
@@ -173,7 +189,7 @@ def test_a_token_depends_on_its_own_row_only():
     alone = [
         TritonOps().sample(
             scaled[i : i + 1],
-            replace(given, **{n: getattr(given, n)[i : i + 1] for n in Draws.__slots__}),
+            mapped(given, lambda x, i=i: x[i : i + 1]),
         )
         for i in range(3)
     ]

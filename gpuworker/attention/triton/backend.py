@@ -112,7 +112,7 @@ class TritonAttention(AttentionBackend):
         size = -(-shape.num_padded_tokens // _ALIGNED) * _ALIGNED
         sections = {}
         for window, (_, counts) in lists.items():
-            sections[window] = _Sections.at(size, counts)
+            sections[window] = _WorkSections.at(size, counts)
             size = sections[window].end
         values = self._staging.reserve(size + shape.block_table.size)
         values[: shape.num_padded_tokens] = shape.padded_slots()
@@ -262,7 +262,7 @@ class TritonAttention(AttentionBackend):
 
 
 @dataclass(frozen=True, slots=True)
-class _Sections:
+class _WorkSections:
     """Where one window's decode items, chunk items and merges lie, and how many there are."""
 
     starts: tuple[int, int, int]
@@ -270,11 +270,13 @@ class _Sections:
     end: int
 
     @staticmethod
-    def at(start: int, counts: tuple[int, int, int]) -> "_Sections":
+    def at(start: int, counts: tuple[int, int, int]) -> "_WorkSections":
         """Sections one after the other."""
         chunks = start + counts[0] * work.ITEM_FIELDS
         merges = chunks + counts[1] * work.ITEM_FIELDS
-        return _Sections((start, chunks, merges), counts, merges + counts[2] * work.MERGE_FIELDS)
+        return _WorkSections(
+            (start, chunks, merges), counts, merges + counts[2] * work.MERGE_FIELDS
+        )
 
     def fill(self, values: Int32Array, arrays: tuple[Int32Array, Int32Array, Int32Array]) -> None:
         """Puts arrays into their sections, and zeros behind them."""
@@ -305,7 +307,7 @@ class TritonStep(PreparedStep):
         backend: TritonAttention,
         num_padded_tokens: int,
         buffer: torch.Tensor,
-        lists: dict[int | None, _Sections],
+        lists: dict[int | None, _WorkSections],
         tables_start: int,
     ) -> None:
         self._backend = backend

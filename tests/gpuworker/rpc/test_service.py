@@ -15,7 +15,7 @@ import transformers
 from grpc_health.v1 import health_pb2, health_pb2_grpc
 
 from gpuworker.core.plan import StepPlan, StepResult
-from gpuworker.engine import Engine
+from gpuworker.engine import LoadedModel
 from gpuworker.rpc.service import FULL_NAME, GpuWorkerService, Identity
 from gpuworker.runner import PendingStep
 from headrace.service import telemetry
@@ -127,7 +127,9 @@ async def worker(checkpoint: Path) -> AsyncIterator[Worker]:
 
 
 def load(worker: Worker) -> None:
-    worker.service.set_engine(Engine(worker.runner, "cpu", "float32", "float32", pipeline_depth=2))
+    worker.service.set_engine(
+        LoadedModel(worker.runner, "cpu", "float32", "float32", pipeline_depth=2)
+    )
 
 
 def first_plan(row: int = 2, block: int = 5) -> gpuworker_pb2.StepPlan:
