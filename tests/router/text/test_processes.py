@@ -26,12 +26,17 @@ def processes():
 
 @contextlib.contextmanager
 def running(models):
+    others = set(psutil.Process().children(recursive=True))
     processes = TextProcesses(models)
     try:
         yield processes
     finally:
         processes.close()
-        assert not psutil.Process().children(recursive=True)
+        assert set(psutil.Process().children(recursive=True)) <= others
+
+
+def server_of(processes):
+    return psutil.Process(processes._pid)
 
 
 def task(job, cpu_s=5.0, memory_bytes=200 << 20):
@@ -93,7 +98,7 @@ async def test_a_broken_template_is_told():
 async def test_a_call_that_is_cancelled_ends_its_child():
     with running({"m": hostile.model_with_template(hostile.template("nested loops"))}) as processes:
         child = await processes.start()
-        [server] = psutil.Process().children()
+        server = server_of(processes)
         calling = asyncio.create_task(child.call(render(cpu_s=60.0)))
         await asyncio.sleep(0)
         calling.cancel()
@@ -105,7 +110,7 @@ async def test_a_call_that_is_cancelled_ends_its_child():
 
 async def test_the_fork_server_is_started_again_when_it_has_died(processes):
     child = await processes.start()
-    [server] = psutil.Process().children()
+    server = server_of(processes)
     server.kill()
     with pytest.raises(TextProcessError):
         while True:
@@ -116,7 +121,7 @@ async def test_the_fork_server_is_started_again_when_it_has_died(processes):
 
 async def test_a_child_lives_through_the_signals_of_the_process_group(processes):
     child = await processes.start()
-    [server] = psutil.Process().children()
+    server = server_of(processes)
     for process in (server, *server.children()):
         process.send_signal(signal.SIGINT)
         process.send_signal(signal.SIGTERM)
