@@ -79,7 +79,9 @@ def open_channel(target: str, config: ChannelConfig | None = None) -> grpc.aio.C
         token = read_token(config.auth_token_file)
         interceptors = [_TokenUnary(token), _TokenServerStream(token), _TokenBidi(token)]
     has_pair = bool(config.tls_cert_file or config.tls_key_file)
-    if not (config.tls or config.tls_ca_file or has_pair):
+    is_plain = not (config.tls or config.tls_ca_file or has_pair)
+    # A socket has no name that a certificate could certify.
+    if is_plain or target.startswith("unix:"):
         return grpc.aio.insecure_channel(target, options=options, interceptors=interceptors)
     cert, key = read_pair(config.tls_cert_file, config.tls_key_file) if has_pair else (None, None)
     credentials = grpc.ssl_channel_credentials(

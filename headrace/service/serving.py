@@ -38,7 +38,11 @@ class ServingConfig(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
     """How a service listens."""
 
     listen: Annotated[
-        str, help_text("host:port to listen on (port 0 takes a free one), or unix:PATH.")
+        str,
+        help_text(
+            "host:port to listen on (port 0 takes a free one), or unix:PATH, which is never TLS:"
+            " the permissions of its folder protect it."
+        ),
     ] = "127.0.0.1:0"
     tls_cert_file: Annotated[str, help_text("PEM certificate; with a key, the port is TLS.")] = ""
     tls_key_file: Annotated[str, help_text("PEM private key of the certificate.")] = ""
@@ -117,6 +121,8 @@ class GrpcServer:
 
     def _credentials(self) -> grpc.ServerCredentials | None:
         config = self._config
+        if config.listen.startswith("unix:"):
+            return None
         if not config.tls_cert_file and not config.tls_key_file:
             if config.tls_client_ca_file:
                 raise ConfigError("tls_client_ca_file needs tls_cert_file and tls_key_file")

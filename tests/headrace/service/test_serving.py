@@ -215,6 +215,22 @@ async def test_mutual_tls_lets_in_who_shows_a_certificate(certificates: dict[str
     assert caught.value.code() is grpc.StatusCode.UNAVAILABLE
 
 
+async def test_a_socket_needs_no_certificate(certificates: dict[str, str], tmp_path: Path) -> None:
+    """As under `headrace serve` with a settings file that protects the ports of all services."""
+    server = ServingConfig(
+        listen=f"unix:{tmp_path}/s",
+        tls_cert_file=certificates["cert"],
+        tls_key_file=certificates["key"],
+        tls_client_ca_file=certificates["ca"],
+    )
+    async with serving(**msgspec.to_builtins(server)) as address:
+        known = ChannelConfig(tls_ca_file=certificates["ca"])
+        async with open_channel(address, known) as channel:
+            stub = inference_pb2_grpc.InferenceStub(channel)
+            models = await stub.ListModels(inference_pb2.ListModelsRequest(), timeout=60)
+    assert models.models[0].name == "m"
+
+
 async def test_a_taken_port_is_a_clear_error() -> None:
     async with serving() as address:
         second = GrpcServer(ServingConfig(listen=address), [NAME])
