@@ -136,7 +136,7 @@ class _Lane:
             await self._slots.acquire()
             slot = _Slot(self._slots)
             try:
-                process = self._idle.pop() if self._idle else await self._start()
+                process = self._take_idle() or await self._start()
                 with self._watched(process, slot):
                     answer = await process.call(_task(job, num_chars))
             except TextProcessError as error:
@@ -153,6 +153,14 @@ class _Lane:
         else:
             self._idle.append(process)
         return answer
+
+    def _take_idle(self) -> TextProcess | None:
+        while self._idle:
+            process = self._idle.pop()
+            if process.is_alive():
+                return process
+            process.kill()
+        return None
 
     async def _start(self) -> TextProcess:
         process = await self._processes.start()
@@ -250,7 +258,7 @@ class PromptReader:
             if model.chat_template is None:
                 continue
             answer = await self._answer(
-                Prepare(model=name), _MAX_SHORT_CHARS, is_known=model.chat_template.is_known
+                Prepare(model=name), 0, is_known=model.chat_template.is_known
             )
             if not isinstance(answer, Done):
                 raise ChatTemplateError(answer.message)

@@ -56,6 +56,8 @@ def serve_forks(control: socket.socket, models: Mapping[str, ModelText]) -> None
     _outlive_signals()
     _compile_templates(models)
     pids: set[int] = set()
+    # A process id is free for others only when it is reaped, and then no longer among ours.
+    signal.signal(signal.SIGCHLD, lambda *_: _reap(pids))
     while True:
         message, sockets, _, _ = socket.recv_fds(control, 16, 1)
         if sockets:
@@ -65,14 +67,14 @@ def serve_forks(control: socket.socket, models: Mapping[str, ModelText]) -> None
                     _run_child(jobs, models)
                 pids.add(pid)
         elif message:
-            pid = int(message)
-            if pid in pids:
-                _end(pid)
-                pids.remove(pid)
+            if (pid := int(message)) in pids:
+                os.kill(pid, signal.SIGKILL)
         else:
             break
+    signal.signal(signal.SIGCHLD, signal.SIG_DFL)
     for pid in pids:
-        _end(pid)
+        os.kill(pid, signal.SIGKILL)
+        os.waitpid(pid, 0)
 
 
 def _compile_templates(models: Mapping[str, ModelText]) -> None:
@@ -102,6 +104,7 @@ def fork_server(models: Mapping[str, ModelText]) -> tuple[int, socket.socket]:
 
 def _run_child(jobs: socket.socket, models: Mapping[str, ModelText]) -> None:
     with _exit_at_end():
+        signal.signal(signal.SIGCHLD, signal.SIG_DFL)
         _outlive_signals()
         resource.setrlimit(resource.RLIMIT_CORE, (0, 0))
         os.environ["RUST_BACKTRACE"] = "0"  # a tokenizer that panics would fill the log
@@ -147,15 +150,18 @@ def _exit_at_end() -> Iterator[None]:
     try:
         yield
         status = 0
+    except (BrokenPipeError, ConnectionResetError):
+        pass  # the router no longer waits for the answer
     except BaseException:  # noqa: BLE001 nothing may go on into the parent's code
         sys.excepthook(*sys.exc_info())
     finally:
         os._exit(status)
 
 
-def _end(pid: int) -> None:
-    os.kill(pid, signal.SIGKILL)
-    os.waitpid(pid, 0)
+def _reap(pids: set[int]) -> None:
+    with contextlib.suppress(ChildProcessError):
+        while pid := os.waitpid(-1, os.WNOHANG)[0]:
+            pids.discard(pid)
 
 
 def _send(stream: socket.socket, message: Any) -> None:

@@ -24,7 +24,7 @@ Int32Array = NDArray[np.int32]
 # A stand-in's name: private-use characters, which no normalizer changes.
 _FIRST_PRIVATE, _NUM_PRIVATE = 0xF0000, 65_534
 _NAME_CHARS = 12
-_MAX_BEGINNING_CHARS = 3
+_MAX_BEGINNING_CHARS = 8
 # A character that no vocabulary has: private use, the last but two of Unicode.
 _RARE_CHAR = "\U0010fffd"
 

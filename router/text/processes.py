@@ -73,6 +73,15 @@ class TextProcess:
             return time.clock_gettime(~self._pid << 3 | 2)
         return 0.0
 
+    def is_alive(self) -> bool:
+        """Whether an idle child still waits for jobs."""
+        try:
+            return bool(self._jobs.recv(1, socket.MSG_PEEK))
+        except BlockingIOError:
+            return True
+        except OSError:
+            return False
+
     def stop(self) -> None:
         """End the child at once; a call that waits for it raises TextProcessError."""
         with contextlib.suppress(OSError):

@@ -6,6 +6,7 @@ import statistics
 import time
 
 import numpy as np
+import psutil
 import pytest
 from grpc import StatusCode
 
@@ -101,6 +102,21 @@ async def test_the_prompt_of_a_text_request_may_spell_control_tokens(reader):
         token_ids.tolist()[-1:]
         == MODEL.tokenizer.encode("<|end|>", add_special_tokens=False).tolist()
     )
+
+
+async def test_a_child_that_died_between_two_prompts_costs_none_of_them(reader):
+    long = TextPrompt("h" * 30_000)
+    await read(reader, long)
+    [server] = psutil.Process().children()
+    children = server.children()
+    for process in children:
+        process.kill()
+    psutil.wait_procs(children, timeout=30)
+    assert len((await read(reader, long))[0]) == 30_000
+    children = server.children()
+    server.kill()
+    psutil.wait_procs([server, *children], timeout=30)
+    assert len((await read(reader, long))[0]) == 30_000
 
 
 async def test_many_bad_words_are_tokenized_beside_the_event_loop(reader):

@@ -108,6 +108,29 @@ async def test_a_call_that_is_cancelled_ends_its_child():
         assert not server.children()
 
 
+async def test_starts_that_are_cancelled_leave_no_process(processes):
+    child = await processes.start()
+    [server] = psutil.Process().children()
+    for _ in range(20):
+        starting = asyncio.create_task(processes.start())
+        await asyncio.sleep(0)
+        starting.cancel()
+    left = server.children()
+    psutil.wait_procs([process for process in left if process.pid != child._pid], timeout=30)
+    assert [process.pid for process in server.children()] == [child._pid]
+    assert isinstance(await child.call(encode()), Done)
+
+
+async def test_a_child_that_died_idle_is_known_to_be_dead(processes):
+    child = await processes.start()
+    assert child.is_alive()
+    [server] = psutil.Process().children()
+    [process] = server.children()
+    process.kill()
+    psutil.wait_procs([process], timeout=30)
+    assert not child.is_alive()
+
+
 async def test_the_fork_server_is_started_again_when_it_has_died(processes):
     child = await processes.start()
     server = server_of(processes)
