@@ -3,26 +3,20 @@
 A short text is tokenized at once, in the router's own process, if the model's tokenizer and chat
 template are known to take a time in proportion to the text. All else is done by child processes,
 which are killed when they exceed the processor time or memory allowed for the text's size, or when
-the caller goes away. Children work in lanes: to render and to tokenize, short texts, which take
-milliseconds, and big ones. Each lane is first come, first served, and has room for so many
-characters; a text beyond that is refused. A short text that takes long leaves its lane to others.
+the caller goes away (`router.lanes`).
 """
 
-import asyncio
-import contextlib
-import functools
 import logging
-import math
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any, ClassVar
 
 import msgspec
 import numpy as np
 
-from headrace.service.errors import ServiceError, exhausted, internal, invalid
+from headrace.service.errors import internal, invalid
+from router.lanes import Lanes, task_of
 from router.request import Int32Array
-from router.text.child import Task
 from router.text.control_tokens import ChatText
 from router.text.errors import ChatTemplateError, TextProcessError
 from router.text.jobs import (
@@ -40,29 +34,18 @@ from router.text.jobs import (
     perform,
 )
 from router.text.memory import Trimmer
-from router.text.processes import TextProcess, TextProcesses
+from router.text.processes import TextProcesses
 from router.text.tokenizer import ModelText
 
 logger = logging.getLogger(__name__)
 
 # About half a millisecond of tokenization; below it, another process costs more.
 _MAX_INLINE_CHARS = 2_000
-# About 20 ms, which is as long as one of those that are not big waits for another.
-_MAX_SHORT_CHARS = 40_000
 # A message counts as this many characters besides its own.
 _CHARS_PER_MESSAGE = 50
 _CHARS_PER_WORD = 10
-# A child that read a bigger text is not used again.
-_MAX_REUSE_CHARS = 400_000
-# A short job that takes more processor time than this leaves its lane to others, and so many may.
-_RENDER_SLOT_CPU_S, _SLOT_CPU_S = 0.01, 0.1
-_MAX_OVERTIME = 4
-# Children leave the processor to the router and the worker, and long jobs to short ones.
-_NICENESS, _BIG_NICENESS, _OVERTIME_NICENESS = 5, 10, 19
-
-# Ten times what the slowest machine needs.
-_CPU_S, _CPU_S_PER_CHAR, _RENDER_CPU_S_PER_CHAR = 1.0, 10e-6, 1e-6
-_MEMORY_BYTES, _MEMORY_BYTES_PER_CHAR = 128 << 20, 256
+# What a bigger prompt took is given back to the system.
+_BIG_CHARS = 400_000
 
 
 @dataclass(frozen=True, slots=True)
@@ -98,120 +81,6 @@ class TokenPrompt:
 Prompt = TextPrompt | ChatPrompt | TokenPrompt
 
 
-class _Lane:
-    """Child processes for texts of one size."""
-
-    def __init__(
-        self,
-        processes: TextProcesses,
-        num_slots: int,
-        max_waiting_chars: int,
-        *,
-        slot_cpu_s: float,
-        niceness: int,
-    ) -> None:
-        """A job that takes more processor time leaves its slot to the next job and goes on.
-
-        niceness is the children's, beyond the router's own.
-        """
-        self._processes = processes
-        self._slots = asyncio.Semaphore(num_slots)
-        self._idle: list[TextProcess] = []
-        self._max_waiting_chars = max_waiting_chars
-        self._slot_cpu_s = slot_cpu_s
-        self._niceness = niceness
-        # Those that have left their slots, the longest first.
-        self._overtime: dict[_Slot, TextProcess] = {}
-        self.num_waiting_chars = 0
-
-    async def run(self, job: Job, num_chars: int) -> Answer:
-        """The job's answer; RESOURCE_EXHAUSTED when too much waits already.
-
-        Raises TextProcessError when the job exceeds its limits.
-        """
-        if self.num_waiting_chars + num_chars > self._max_waiting_chars:
-            raise _too_many()
-        self.num_waiting_chars += num_chars
-        try:
-            await self._slots.acquire()
-            slot = _Slot(self._slots)
-            try:
-                process = self._take_idle() or await self._start()
-                with self._watched(process, slot):
-                    answer = await process.call(_task(job, num_chars))
-            except TextProcessError as error:
-                if slot.is_taken_away:
-                    raise _too_many() from error
-                raise
-            finally:
-                slot.leave()
-        finally:
-            self.num_waiting_chars -= num_chars
-        if num_chars > _MAX_REUSE_CHARS or slot.is_overtime:
-            # A process gives back what a big text took only by ending, and its niceness never.
-            process.kill()
-        else:
-            self._idle.append(process)
-        return answer
-
-    def _take_idle(self) -> TextProcess | None:
-        while self._idle:
-            process = self._idle.pop()
-            if process.is_alive():
-                return process
-            process.kill()
-        return None
-
-    async def _start(self) -> TextProcess:
-        process = await self._processes.start()
-        process.be_nice(self._niceness)
-        return process
-
-    @contextlib.contextmanager
-    def _watched(self, process: TextProcess, slot: "_Slot") -> Iterator[None]:
-        """Watch over a job: of too many that overrun their slots, the longest are ended."""
-        loop = asyncio.get_running_loop()
-        begin = process.cpu_s()
-        timers: list[asyncio.TimerHandle] = []
-
-        def look() -> None:
-            if process.cpu_s() - begin < self._slot_cpu_s:
-                timers.append(loop.call_later(self._slot_cpu_s, look))
-                return
-            if len(self._overtime) == _MAX_OVERTIME:
-                # The one that has run for longest, as this may be the first that is harmless.
-                longest, of_longest = next(iter(self._overtime.items()))
-                longest.is_taken_away = True
-                of_longest.stop()
-                del self._overtime[longest]
-            slot.is_overtime = True
-            self._overtime[slot] = process
-            process.be_nice(_OVERTIME_NICENESS)
-            slot.leave()
-
-        timers.append(loop.call_later(self._slot_cpu_s, look))
-        try:
-            yield
-        finally:
-            timers.pop().cancel()
-            self._overtime.pop(slot, None)
-
-
-class _Slot:
-    """A place in a lane, held until it is left."""
-
-    def __init__(self, slots: asyncio.Semaphore) -> None:
-        self._slots = slots
-        self._is_held = True
-        self.is_overtime = False
-        self.is_taken_away = False
-
-    def leave(self) -> None:
-        if self._is_held:
-            self._is_held = False
-            self._slots.release()
-
-
 class PromptReader:
     """Owns the child processes that render and tokenize; close it."""
 
@@ -228,29 +97,23 @@ class PromptReader:
         has_spelled_control_tokens lets messages spell control tokens.
         """
         self._models = models
-        self._processes = TextProcesses(models)
-        lane = functools.partial(_Lane, self._processes, num_processes, max_waiting_chars)
-        self._render_lane = lane(slot_cpu_s=_RENDER_SLOT_CPU_S, niceness=_NICENESS)
-        self._short = lane(slot_cpu_s=_SLOT_CPU_S, niceness=_NICENESS)
-        self._big_render = lane(slot_cpu_s=math.inf, niceness=_BIG_NICENESS)
-        self._big = lane(slot_cpu_s=math.inf, niceness=_BIG_NICENESS)
+        self._lanes = Lanes(TextProcesses(models), num_processes, max_waiting_chars)
         self._trimmer = Trimmer()
         self._has_spelled_control_tokens = has_spelled_control_tokens
 
     @property
     def num_waiting_chars(self) -> int:
         """Of texts that are in a lane."""
-        lanes = (self._render_lane, self._short, self._big_render, self._big)
-        return sum(lane.num_waiting_chars for lane in lanes)
+        return self._lanes.num_waiting_chars
 
     def fork(self) -> None:
         """Make the children's fork server out of this process, which must have no threads yet."""
-        self._processes.fork()
+        self._lanes.processes.fork()
 
     def close(self) -> None:
         """End all children."""
         self._trimmer.close()
-        self._processes.close()
+        self._lanes.processes.close()
 
     async def start(self) -> None:
         """Start a child and compile the chat templates; ChatTemplateError when one is broken."""
@@ -287,7 +150,7 @@ class PromptReader:
                 model, prompt, check, max_tokens, echo=echo, keep_special_tokens=keep_special_tokens
             )
         finally:
-            if _num_chars(prompt) > _MAX_REUSE_CHARS:
+            if _num_chars(prompt) > _BIG_CHARS:
                 self._trimmer.soon()
 
     async def _read(
@@ -365,15 +228,10 @@ class PromptReader:
         """The answer of this process or of a child, in which a template is the caller's affair."""
         if is_known and num_chars <= _MAX_INLINE_CHARS:
             return perform(job, self._models)
-        is_short = num_chars <= _MAX_SHORT_CHARS
-        if isinstance(job, Render | Prepare):
-            lane = self._render_lane if is_short else self._big_render
-        else:
-            lane = self._short if is_short else self._big
         try:
-            return await lane.run(job, num_chars)
+            return await self._lanes.run(job, num_chars)
         except TextProcessError:
-            task = _task(job, num_chars)
+            task = task_of(job, num_chars)
             message = (
                 f"takes more than {task.cpu_s:.1f} s of processor time or "
                 f"{task.memory_bytes >> 20} MiB of memory"
@@ -391,17 +249,3 @@ def _num_chars(prompt: Prompt) -> int:
             return prompt.num_chars
         case TokenPrompt(token_ids):
             return len(token_ids)
-
-
-def _too_many() -> ServiceError:
-    return exhausted("TOO_MANY_PROMPTS", "too many long prompts wait to be read", 1.0)
-
-
-def _task(job: Job, num_chars: int) -> Task:
-    """The job with what it may take, at the size of its text."""
-    is_render = isinstance(job, Render)
-    return Task(
-        job,
-        cpu_s=_CPU_S + (_RENDER_CPU_S_PER_CHAR if is_render else _CPU_S_PER_CHAR) * num_chars,
-        memory_bytes=_MEMORY_BYTES + _MEMORY_BYTES_PER_CHAR * num_chars,
-    )

@@ -135,6 +135,6 @@ async def test_others_are_served_while_a_template_never_ends():
 async def test_a_reader_that_was_closed_has_no_children(monkeypatch):
     reader = PromptReader({"m": byte_level_model()})
     job = Encode(model="m", text="x", add_special_tokens=False)
-    assert await reader._short.run(job, 1)
+    assert await reader._lanes.short.run(job, 1)
     reader.close()
     reader.close()

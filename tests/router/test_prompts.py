@@ -120,7 +120,7 @@ async def test_a_child_that_died_between_two_prompts_costs_none_of_them(reader):
 
 
 async def test_many_bad_words_are_tokenized_beside_the_event_loop(reader):
-    async with busy(reader._short):
+    async with busy(reader._lanes.short):
         waiting = asyncio.create_task(reader.bad_words("m", ["hello" * 50] * 64))
         await asyncio.sleep(0)
         assert await reader.bad_words("m", ["hello"])
@@ -143,7 +143,7 @@ async def test_a_prompt_that_comes_to_nothing_is_refused():
 
 
 async def test_more_text_than_may_wait_is_refused_and_room_comes_back(reader):
-    async with busy(reader._short):
+    async with busy(reader._lanes.short):
         waiting = [asyncio.create_task(read(reader, TextPrompt("h" * 40_000))) for _ in range(2)]
         await asyncio.sleep(0)
         with pytest.raises(ServiceError) as caught:
@@ -156,7 +156,7 @@ async def test_more_text_than_may_wait_is_refused_and_room_comes_back(reader):
 
 async def test_big_prompts_are_waited_for_by_no_other(reader):
     big = "hello " * 16_000
-    async with busy(reader._big):
+    async with busy(reader._lanes.big):
         waiting = asyncio.create_task(read(reader, TextPrompt(big)))
         await asyncio.sleep(0)
         with pytest.raises(ServiceError, match="too many long prompts"):
@@ -172,7 +172,7 @@ async def test_what_is_hopeless_is_refused_before_it_waits(reader):
             raise ServiceError(StatusCode.INVALID_ARGUMENT, "INVALID_FIELD", "too long")
 
     big = "hello " * 16_000
-    async with busy(reader._big):
+    async with busy(reader._lanes.big):
         for prompt in (TextPrompt(big), chat(big), TokenPrompt(np.ones(32_000, np.int32))):
             with pytest.raises(ServiceError, match="too long"):
                 await read(reader, prompt, check, echo=True)
