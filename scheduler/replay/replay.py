@@ -5,7 +5,7 @@ inputs are taken from it (requests, aborts, sampled tokens, drafts); every decis
 """
 
 from collections import Counter
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass
 from typing import Any
 
@@ -16,6 +16,7 @@ from scheduler.core.plan import (
     Pause,
     StepResult,
 )
+from scheduler.core.scheduler import SchedulerCore
 from scheduler.replay import snapshot
 from scheduler.replay.recorder import Recorder
 from scheduler.replay.trace import Record, trace_config, trace_request
@@ -70,7 +71,7 @@ class Replay:
     def steps(self) -> Iterator[tuple[Record, Record]]:
         """Each step's record in the trace and what today's core makes of its inputs."""
         for expected in self.trace["steps"]:
-            self._inputs(expected)
+            apply_inputs(self.core, expected, self._keys, self._add)
             if "sched" in expected:
                 self._schedule(expected)
             for name in expected.get("abort_mid", ()):
@@ -93,24 +94,9 @@ class Replay:
         for (number, names), flight in flights:
             self._flights[number] = (flight.step_id, names, flight.rows.tolist())
 
-    def _inputs(self, step: Record) -> None:
-        for control in step.get("ctl", ()):
-            if control[0] == "pause":
-                self.core.set_pause(Pause(control[1]))
-            else:
-                self.core.reset_prefix_cache(reset_running=control[1])
-        for name in step.get("add", ()):
-            key = self._keys[name] = len(self._keys)
-            self.core.add_request(trace_request(self.trace, name, key), step.get("now", 0.0))
-        for name in step.get("ready", ()):
-            self.core.mark_ready(name)
-        for action, name in step.get("client", ()):
-            if action == "pause":
-                self.core.pause_request(self._keys[name])
-            else:
-                self.core.continue_request(self._keys[name])
-        for name in step.get("abort", ()):
-            self.core.abort(self._keys[name])
+    def _add(self, name: str, now: float) -> None:
+        key = self._keys[name] = len(self._keys)
+        self.core.add_request(trace_request(self.trace, name, key), now)
 
     def _schedule(self, step: Record) -> None:
         plan = self.core.schedule(
@@ -142,6 +128,38 @@ class Replay:
             _int32([len(tokens) for tokens in drafts.values()]),
             _int32([token for tokens in drafts.values() for token in tokens]),
         )
+
+
+def apply_inputs(
+    core: SchedulerCore,
+    step: Record,
+    key_by_name: Mapping[str, int],
+    add: Callable[[str, float], None],
+) -> None:
+    """Give a core the inputs of a step's record that come before its schedule.
+
+    Args:
+        core: what is driven.
+        step: the record.
+        key_by_name: of every request that was added; `add` extends it.
+        add: adds a request by name, at a time.
+    """
+    for control in step.get("ctl", ()):
+        if control[0] == "pause":
+            core.set_pause(Pause(control[1]))
+        else:
+            core.reset_prefix_cache(reset_running=control[1])
+    for name in step.get("add", ()):
+        add(name, step.get("now", 0.0))
+    for name in step.get("ready", ()):
+        core.mark_ready(name)
+    for action, name in step.get("client", ()):
+        if action == "pause":
+            core.pause_request(key_by_name[name])
+        else:
+            core.continue_request(key_by_name[name])
+    for name in step.get("abort", ()):
+        core.abort(key_by_name[name])
 
 
 def first_difference(trace: Record) -> Difference | None:

@@ -16,6 +16,7 @@ import numpy as np
 
 from scheduler.core.plan import Pause, SchedulerConfig, StepPlan, StepResult
 from scheduler.core.scheduler import SchedulerCore
+from scheduler.replay.replay import apply_inputs
 from scheduler.replay.schema import HeadRecord
 from scheduler.replay.trace import Record, header, trace_config, trace_request
 
@@ -153,6 +154,7 @@ class _Trial:
         self._config = config
         self._core = SchedulerCore(config)
         self._sums = _Sums()
+        self._number = 0  # of the step
         self._names: list[str] = []
         self._key_by_name: dict[str, int] = {}
         self._outputs = _outputs_by_name(trace)
@@ -165,66 +167,40 @@ class _Trial:
         num_recorded = sum(1 for _ in self._trace["steps"])
         steps = iter(self._trace["steps"])
         for name, output in _live_at_start(self._trace).items():
-            self._add(name, 0, 0.0, output)
+            self._add(name, 0.0, output)
         for name in self._trace.get("start", {}).get("state", {}).get("paused", ()):
-            self._pause_or_continue("pause", name)
+            self._core.pause_request(self._key_by_name[name])
         max_steps = max(MIN_STEPS, MAX_STEPS_FACTOR * num_recorded)
-        number = 0
-        while number < num_recorded or (self._core.has_unfinished and number < max_steps):
+        while self._number < num_recorded or (
+            self._core.has_unfinished and self._number < max_steps
+        ):
             step: Record = next(steps, {})
             if not step:
-                # Nobody will lift a pause, or bring a grammar, that the recording ended with.
+                # No later record lifts a pause that the recording ended with.
                 self._core.set_pause(Pause.UNPAUSED)
                 for key in self._key_by_name.values():
                     self._core.continue_request(key)
-            self._give_inputs(step, number)
-            self._schedule(step, number)
+            apply_inputs(self._core, step, self._key_by_name, self._add)
+            self._schedule(step)
             for name in step.get("abort_mid", ()):
-                self._abort(name)
+                self._core.abort(self._key_by_name[name])
             while len(self._flights) >= self._config.pipeline_depth:
                 self._update()
-            number += 1
-        return self._sums.outcome(number)
+            self._number += 1
+        return self._sums.outcome(self._number)
 
-    def _give_inputs(self, step: Record, number: int) -> None:
-        core = self._core
-        for control in step.get("ctl", ()):
-            if control[0] == "pause":
-                core.set_pause(Pause(control[1]))
-            else:
-                core.reset_prefix_cache(reset_running=control[1])
-        for name in step.get("add", ()):
-            self._add(name, number, step.get("now", 0.0), None)
-        for name in step.get("ready", ()):
-            core.mark_ready(name)
-        for action, name in step.get("client", ()):
-            self._pause_or_continue(action, name)
-        for name in step.get("abort", ()):
-            self._abort(name)
-
-    def _add(self, name: str, number: int, now: float, output: list[int] | None) -> None:
+    def _add(self, name: str, now: float, output: list[int] | None = None) -> None:
         request = trace_request(self._trace, name, len(self._names))
         if output is not None:
             request = replace(request, output_token_ids=np.array(output, dtype=np.int32))
         self._names.append(name)
-        self._sums.arrived(name, number)
+        self._key_by_name[name] = request.key
+        self._sums.arrived(name, self._number)
+        # The core ignores what concerns a request that it refuses.
         if self._core.refusal(len(request.prompt_token_ids), request.max_tokens) is None:
-            self._key_by_name[name] = request.key
             self._core.add_request(request, now)
 
-    def _abort(self, name: str) -> None:
-        if name in self._key_by_name:
-            self._core.abort(self._key_by_name[name])
-
-    def _pause_or_continue(self, action: str, name: str) -> None:
-        if name not in self._key_by_name:
-            return
-        if action == "pause":
-            self._core.pause_request(self._key_by_name[name])
-        else:
-            self._core.continue_request(self._key_by_name[name])
-
-    def _schedule(self, step: Record, number: int) -> None:
+    def _schedule(self, step: Record) -> None:
         plan = self._core.schedule(
             step.get("now", 0.0), throttle_prefills=step.get("throttle", False)
         )
@@ -232,7 +208,7 @@ class _Trial:
             self._sums.preempted(victim.num_lost_tokens)
         for admission in plan.admissions:
             name = self._names[admission.key]
-            self._sums.admitted(name, number, admission.num_cached_tokens)
+            self._sums.admitted(name, self._number, admission.num_cached_tokens)
         keys = self._core.state.table.key[plan.rows].tolist()
         self._flights.append((plan, [self._names[key] for key in keys]))
 
