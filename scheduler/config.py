@@ -9,7 +9,7 @@ from scheduler.core.policy import PolicySetting
 
 
 class SchedulerSettings(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
-    """Who this scheduler is and how it decides. 0 means: as the worker says."""
+    """The scheduler's name, limits and policies. 0 means: the worker's own limit."""
 
     scheduler_id: Annotated[str, help_text("Name of this scheduler; the host's if empty.")] = ""
     worker: Annotated[tuple[str, ...], help_text("host:port of a gpuworker to drive.")] = ()

@@ -82,7 +82,7 @@ class InFlight:
         """Rows that asked get one entry per token; other rows get none."""
         entries = {entry.row: entry for entry in result.logprobs}
         if len(entries) != len(result.logprobs) or not entries.keys() <= self.asking.keys():
-            raise WorkerLostError("it sent log probabilities that nobody asked for")
+            raise WorkerLostError("it sent log probabilities that no request asked for")
         if any(entry.largest_token_id >= vocab_size for entry in result.logprobs):
             raise WorkerLostError(f"it sent tokens that are not in its vocabulary of {vocab_size}")
         if not self.asking:
@@ -147,7 +147,7 @@ class InFlight:
 
 
 def _has_logprobs_due(request: LiveRequest, entry: RowLogprobs, num_sampled: int) -> bool:
-    """Whether a row's log probabilities are those of its sampled tokens and of its prompt.
+    """Whether a row has a log probability for each token that is due, and no other.
 
     Log probabilities of the prompt come chunk by chunk; the last ones come with the first token.
     """

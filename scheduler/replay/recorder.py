@@ -82,7 +82,7 @@ class Recorder(SchedulerCore):
         # Of each step without a result: its number here, and its requests' names and rows.
         self._flights: dict[int, tuple[int, list[str], list[int]]] = {}
         self._finished: list[str] = []
-        # Cached tokens of each live request's first admission; -1 once they have been told.
+        # Cached tokens of each live request's first admission; -1 once an output record has them.
         self._first_cached: dict[str, int] = {}
 
     def add_request(self, request: NewRequest, now: float) -> None:

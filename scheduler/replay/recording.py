@@ -66,7 +66,7 @@ class Recording:
         return self._writer.num_waiting_bytes
 
     async def close(self) -> None:
-        """Finish the last step's record and the file; a stuck disk is not waited for long."""
+        """Finish the last step's record and the file; waits at most 5 s for a stuck disk."""
         self.recorder.end_step()
         if not await asyncio.to_thread(self._writer.close, _CLOSE_TIMEOUT_S):
             logger.warning("recording to %s is cut off: the disk does not take it", self._path)

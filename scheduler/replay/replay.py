@@ -121,7 +121,7 @@ class Replay:
         )
 
     def _drafts(self, drafts: dict[str, list[int]]) -> None:
-        # Those that ended before a recording began are unknown to it.
+        # A recording that begins in the middle of a run lacks requests that ended before.
         drafts = {name: tokens for name, tokens in drafts.items() if name in self._keys}
         self.core.update_drafts(
             [self._keys[name] for name in drafts],

@@ -44,7 +44,7 @@ class ConfigRecord(TypedDict):
 
 
 class OracleRecord(TypedDict):
-    """Who made the trace."""
+    """What made the trace."""
 
     pipeline_depth: Annotated[int, Meta(ge=1, le=8)]
 
@@ -94,7 +94,7 @@ class PlanRecord(TypedDict):
 
 
 class OutputRecord(TypedDict):
-    """What a request got of a step."""
+    """What a request got from a step."""
 
     id: str
     tokens: Tokens

@@ -1,7 +1,7 @@
-"""A core's state as plain data: what a trace tells after each step, and all of it.
+"""A core's state as plain data: the part that a trace has after each step, and the whole.
 
-With all of it a recording can begin in the middle of a run.
-Requests are named as in the recording; what they are (their specs) stands in its `requests`.
+A recording that begins in the middle of a run begins with the whole state. Requests are named as in
+the recording, whose `requests` hold their specs.
 """
 
 import base64
@@ -87,7 +87,7 @@ def restore(state: SchedulerState, snapshot: Record, spec_by_name: dict[str, New
         state.queues.pause(requests[name])
     cached = [(base64.b64decode(digest), block_ids) for digest, block_ids in snapshot["cached"]]
     state.kv.pool.restore(snapshot["free_blocks"], held, cached)
-    # Admissions that are over, of output in flight that is stale or that nobody awaits.
+    # Ids of admissions that are over: their output in flight is stale, or is dropped.
     past = count(NO_ADMISSION - 1, -1)
     for record in snapshot["flights"]:
         state.flights.append(_restored_flight(state, record, requests, past))
@@ -160,7 +160,7 @@ def _restore_row(state: SchedulerState, request: Request, record: Record) -> Non
 
 
 def _flight_record(state: SchedulerState, flight: Flight, name_by_key: dict[int, str]) -> Record:
-    """A step in flight; whose output it is, or None where nobody awaits it any more."""
+    """A step in flight; the name of each row's request, None where the output is dropped."""
     names: list[str | None] = []
     is_stale = []
     for row, admission_id in zip(flight.rows.tolist(), flight.admission_ids.tolist(), strict=True):

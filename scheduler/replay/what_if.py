@@ -1,8 +1,8 @@
-"""What other settings would have made of a recorded run: its requests, their tokens, its arrivals.
+"""Runs a recorded workload under other settings.
 
-Requests arrive, become ready, are paused, go on and are aborted at the same steps as in the
-recording, and are given the tokens they were given there; after those, token 0. Drafts are accepted
-at the recording's rate. Steps are counted, not timed: a changed budget changes how long one takes.
+Requests arrive, become ready, are paused, continued and aborted at the same steps as in the
+recording, and sample the tokens of the recording, then token 0. Drafts are accepted at the
+recording's rate. Steps are counted, not timed: a changed budget changes how long a step takes.
 """
 
 from array import array
@@ -20,14 +20,14 @@ from scheduler.replay.replay import apply_inputs
 from scheduler.replay.schema import HeadRecord
 from scheduler.replay.trace import Record, header, trace_config, trace_request
 
-# A run that needs so many times the recording's steps does not come to an end.
+# A run that needs this many times the recording's steps is taken to have no end.
 MAX_STEPS_FACTOR = 50
 MIN_STEPS = 10_000
 
 
 @dataclass(frozen=True, slots=True)
 class RunOutcome:
-    """How a run went, in sums. Steps waited: from arrival to the first admission."""
+    """Totals of a run. Steps waited: from arrival to the first admission."""
 
     num_steps: int
     num_finished: int
@@ -40,7 +40,7 @@ class RunOutcome:
 
 
 def settings(trace: Record) -> SchedulerConfig:
-    """What a trace was recorded with."""
+    """The settings that a trace was recorded with."""
     return trace_config(trace)
 
 
@@ -86,7 +86,7 @@ def _parsed(name: str, text: str, kind: Any) -> Any:
 
 
 def recorded_outcome(trace: Record) -> RunOutcome:
-    """How the recorded run went."""
+    """Totals of the recorded run."""
     sums = _Sums()
     computed: dict[str, int] = {}
     for name in _live_at_start(trace):
@@ -110,7 +110,7 @@ def recorded_outcome(trace: Record) -> RunOutcome:
 
 
 def try_settings(trace: Record, config: SchedulerConfig) -> RunOutcome:
-    """Run a trace's workload under other settings, until it is done."""
+    """Totals of a trace's workload under other settings."""
     return _Trial(trace, config).run()
 
 
@@ -246,7 +246,7 @@ class _Trial:
 
 
 def _live_at_start(trace: Record) -> dict[str, list[int]]:
-    """What requests had generated before a recording that begins in the middle of a run."""
+    """Tokens by request that were generated before a recording began in the middle of a run."""
     if "start" not in trace:
         return {}
     state = trace["start"]["state"]

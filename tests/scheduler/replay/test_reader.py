@@ -21,7 +21,7 @@ from scheduler.replay.command import replay
 from scheduler.replay.reader import read_traces
 from scheduler.replay.recorder import Recorder
 from scheduler.replay.replay import first_difference
-from scheduler.replay.schema import decode_head
+from scheduler.replay.schema import decode_head, decode_step
 from scheduler.replay.trace import Record, header, trace_config
 from tests.scheduler.core.building import Driver, new_request, scheduler_config
 from tests.scheduler.replay.test_replay import TRACE_BY_NAME
@@ -94,6 +94,28 @@ def test_every_setting_of_a_core_is_in_a_trace():
         changed = replace(config, **{field.name: other})
         data = json.dumps(header(changed, "run"))
         assert trace_config(decode_head(data)) == changed, field.name
+
+
+@pytest.mark.parametrize("depth", [1, 2])
+def test_reading_keeps_all_that_a_recorder_writes(depth):
+    records = recording(
+        skip_steps=4,
+        pipeline_depth=depth,
+        long_prefill_token_threshold=8,
+        long_prefill_share=0.5,
+        num_spec_tokens=2,
+        spec_kind="ngram",
+    )
+    head = records[0]
+    assert as_json(decode_head(json.dumps(head))["start"]) == as_json(head["start"])
+    for record in records[1:]:
+        for request in record.get("requests", {}).values():
+            del request["arrival"]  # nothing reads it
+        assert as_json(decode_step(json.dumps(record))) == as_json(record)
+
+
+def as_json(value: object) -> object:
+    return json.loads(json.dumps(value))
 
 
 def with_config(**values: object) -> Record:
