@@ -47,7 +47,7 @@ class InFlight:
             raise WorkerLostError(
                 f"it answered for {len(step.num_sampled_tokens)} requests of {self.plan.num_reqs}"
             )
-        if not set(step.failed_rows) <= set(self.plan.rows.tolist()):
+        if step.failed_rows and not set(step.failed_rows) <= set(self.plan.rows.tolist()):
             raise WorkerLostError(f"it named failed rows {step.failed_rows} that had no step")
         self._check_num_sampled(step)
         _check_token_ids(step.token_ids, info.vocab_size)
