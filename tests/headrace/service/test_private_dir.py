@@ -19,8 +19,10 @@ needs_root = pytest.mark.skipif(os.getuid() != 0, reason="only root can be anoth
 
 
 @pytest.fixture(autouse=True)
-def base(monkeypatch):
+def base(monkeypatch, tmp_path_factory):
     """A place for such folders of its own, that others can enter."""
+    # Made with the first use, and all later tests need it: it must not be in this place.
+    tmp_path_factory.getbasetemp()
     # Not below pytest's own folder, which only we can enter.
     with tempfile.TemporaryDirectory(prefix="private-", dir="/tmp") as name:
         Path(name).chmod(0o1777)
