@@ -27,7 +27,7 @@ logger = logging.getLogger("gpuworker")
 
 _CLOSE_STREAMS_S = 1.0
 _PROGRESS_EVERY_S = 2.0
-# Exit status once the device has failed: an illegal access, a double-bit error, lost from the bus.
+# Exit status after a device failure: an illegal access, a double-bit error, a lost PCIe link.
 _DEVICE_LOST = 3
 
 _SECTIONS: dict[str, type[msgspec.Struct]] = {
@@ -119,7 +119,7 @@ async def serve(
 
 
 async def _first(one: Coroutine[Any, Any, None], other: "asyncio.Task[Any]") -> bool:
-    """Whether `one` ends before `other`; it is cancelled if not."""
+    """Whether `one` ends before `other`; if not, `one` is cancelled."""
     task = asyncio.create_task(one)
     await asyncio.wait([task, other], return_when=asyncio.FIRST_COMPLETED)
     if task.done():
@@ -176,7 +176,7 @@ def _load(settings: WorkerSettings, kv_cache: KvCacheSettings) -> Any:
 
 
 class _Progress:
-    """Says how far something is, every few seconds; text takes done, and of how many."""
+    """Reports the progress of a stage every few seconds; text takes the done and total counts."""
 
     def __init__(self, text: str) -> None:
         self._text = text

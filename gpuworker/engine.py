@@ -46,30 +46,31 @@ from headrace.service.progress import say
 
 logger = logging.getLogger(__name__)
 
-# The first is the best where it runs.
+# The first backend of a device is the fastest one where it can run.
 _ATTENTION_BY_DEVICE = {"cpu": ("native", "torch"), "cuda": ("triton", "flashinfer", "torch")}
-# Those that prepare a step on the host alone and in fixed places.
+# Backends whose steps a CUDA graph can replay: they prepare on the host, at fixed addresses.
 _CAPTURABLE_ATTENTION = {"auto", "triton"}
 _DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16, "float16": torch.float16}
 
 
 @dataclass(frozen=True, slots=True)
 class LoadedModel:
-    """A runner and what it is, in words."""
+    """A loaded model: its runner, and its device and types in words."""
 
     runner: ModelRunner
     device: str  # e.g. "cpu" or "NVIDIA H100 80GB"
     dtype: str  # e.g. "float32"
     kv_dtype: str
-    # Steps that it gains from having in flight: on a CPU, or with drafts, one is done before the
-    # next can begin.
+    # Steps to keep in flight: 1 on a CPU or with drafts, where a step ends before the next begins.
     pipeline_depth: int = 1
 
 
 @dataclass(frozen=True, slots=True)
 class DeviceParts:
-    """What a runner uses of a kind of device; where there are no graphs, or no memory of its own
-    to be measured, those are None.
+    """The parts of a runner that depend on the kind of device.
+
+    make_recorder is None where there are no CUDA graphs, memory where the device has no memory of
+    its own.
     """
 
     ops: Ops
@@ -83,7 +84,7 @@ class DeviceParts:
         if device.type == "cpu":
             return DeviceParts(ops_for(device), HostTransfers())
         ops = ops_for(device)
-        # Torch's own passes ask the device for numbers, which cannot be recorded.
+        # TorchOps reads values back from the device, which a CUDA graph cannot record.
         make_recorder = None if isinstance(ops, TorchOps) else CudaGraphRecorder
         return DeviceParts(ops, CudaTransfers(device), make_recorder, CudaMemory(device))
 
@@ -127,7 +128,7 @@ def engine_of(
     capturing: Progress,
     parts: DeviceParts | None = None,
 ) -> LoadedModel:
-    """As load_engine, with weights from anywhere."""
+    """Does the same as load_engine, with weights from any source."""
     if settings.num_spec_tokens < 0:
         raise ValueError("num-spec-tokens must be at least 0")
     device = _device(settings.device)
@@ -168,7 +169,7 @@ def engine_of(
 
 @dataclass(frozen=True, slots=True)
 class Assembly:
-    """All of a runner but the size of its pool; limits are those but for num_kv_blocks."""
+    """A runner except for the size of its KV pool; num_kv_blocks of the limits is not set."""
 
     decoder: Decoder
     limits: BatchLimits
@@ -177,7 +178,7 @@ class Assembly:
     parts: DeviceParts
 
     def runner(self, num_kv_blocks: int, num_spec_tokens: int = 0) -> ModelRunner:
-        """A runner with a pool of so many blocks, the null block included."""
+        """Builds a runner with a KV pool of num_kv_blocks blocks, including the null block."""
         decoder, config = self.decoder, self.decoder.config
         limits = replace(self.limits, num_kv_blocks=num_kv_blocks)
         kv = kv_pool.allocate(
@@ -196,7 +197,7 @@ def build_runner(
     parts: DeviceParts,
     num_spec_tokens: int = 0,
 ) -> ModelRunner:
-    """A runner of these parts."""
+    """Builds a runner from its parts."""
     sampler = Sampler(parts.ops, limits, decoder.device, parts.transfers)
     staging = InputStaging(limits, decoder.device)
     forward = Forward(decoder, attention, kv, staging, sampler.last_tokens)
@@ -263,10 +264,10 @@ def attention_backend(
     place: tuple[torch.device, torch.dtype],
     kv_dtype: torch.dtype,
 ) -> AttentionBackend:
-    """The backend of that name, or for "auto" the best there is; place is the model's.
+    """The attention backend called `name`, or for "auto" the fastest that runs here.
 
     Raises:
-        ValueError: the one asked for cannot run here.
+        ValueError: the backend that was asked for cannot run here.
     """
     device, dtype = place
     shape = kv_pool.kv_shape(config, limits.num_kv_blocks, limits.block_size)
@@ -314,7 +315,7 @@ def _limits(
     eos_token_ids: tuple[int, ...],
     device: torch.device,
 ) -> BatchLimits:
-    """Sizes of rows and blocks; the pool is still to be sized."""
+    """The limits of a batch; num_kv_blocks is set later, when the memory is known."""
     is_cpu = device.type == "cpu"
     max_num_batched_tokens = settings.max_num_batched_tokens or (512 if is_cpu else 8192)
     if settings.max_num_seqs < 1 or max_num_batched_tokens < 1:
@@ -360,7 +361,7 @@ def _num_kv_blocks(
 
 
 def _free_bytes(utilization: float, assembly: Assembly, graph_sizes: tuple[int, ...]) -> int:
-    """Memory for the pool, after all else has had what it needs."""
+    """Bytes for the KV pool: what weights, activations and graphs leave."""
     parts = assembly.parts
     if parts.memory is None:
         return kv_pool.host_bytes()

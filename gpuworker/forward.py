@@ -1,8 +1,8 @@
-"""The model over a step's tokens: launch by launch, or as a graph recorded before.
+"""The forward pass of a step: kernel by kernel, or as a CUDA graph captured before.
 
-A step whose every token is sampled, decodes and drafts to verify, is padded to one of few sizes and
-replayed from that size's graph; the others are launched as they come. It starts work and waits for
-nothing.
+A step in which every token is sampled (decodes and drafts to verify) is padded to one of a few
+sizes, and that size's graph is replayed. Other steps launch their kernels one by one. Nothing here
+waits for the device.
 """
 
 from bisect import bisect_left
@@ -27,7 +27,7 @@ Progress = Callable[[int, int], None]
 
 @dataclass(frozen=True, slots=True)
 class Outputs:
-    """What a step gave, on the device, until the next one is started."""
+    """Results of a step on the device; valid until the next step starts."""
 
     hidden: torch.Tensor | None  # [num_padded_tokens, hidden_size]; None of a replayed step
     logits: torch.Tensor  # [num_samples, vocab_size] float32; may be changed
@@ -60,11 +60,11 @@ class Forward:
         self._last_tokens = last_tokens
         self._graph_sizes: tuple[int, ...] = ()
         self._graphs: dict[int, StepGraph] = {}
-        # [the largest of them, vocab_size]; kept by none of them, or each would hold its own.
+        # [largest graph size, vocab_size]; shared, because each graph would keep a copy of its own.
         self._graph_logits = torch.empty(0, device=decoder.device)
 
     def capture(self, sizes: Sequence[int], recorder: GraphRecorder, progress: Progress) -> None:
-        """Records steps without chunks, the largest first: the others fit into its memory.
+        """Captures steps without prefill chunks, the largest first: smaller ones reuse its memory.
 
         Args:
             sizes: padded numbers of tokens, in rising order.
@@ -106,7 +106,7 @@ class Forward:
         return Outputs(hidden, logits, inputs.samples)
 
     def logits(self, hidden: torch.Tensor, indices: torch.Tensor) -> torch.Tensor:
-        """Logits of some tokens, [len(indices), vocab_size]; hidden is of the step just started.
+        """Logits of some tokens of the step just started: [len(indices), vocab_size].
 
         Args:
             hidden: [num_padded_tokens, hidden_size].
@@ -118,7 +118,7 @@ class Forward:
         return self._decoder.logits(hidden.index_select(0, padded))[:count]
 
     def _num_padded(self, num_tokens: int, is_sampled: bool) -> int:
-        """Tokens to pad a step to; is_sampled: every token of it is."""
+        """The number of tokens that a step is padded to; is_sampled: every token is sampled."""
         place = bisect_left(self._graph_sizes, num_tokens)
         if is_sampled and place < len(self._graph_sizes):
             return self._graph_sizes[place]
@@ -140,7 +140,7 @@ class Forward:
         return self._decoder.logits(hidden)[:num_samples]
 
     def _record(self, size: int, recorder: GraphRecorder, logits: torch.Tensor) -> StepGraph:
-        """Records a step that is all padding: it lies where every step of its size does."""
+        """Captures a step of padding only, at the addresses that every step of its size uses."""
         inputs = self._staging.at(StepSizes(size, 0, 0))
         prepared = self.attention.prepare(_padding_only(size))
 
@@ -151,7 +151,7 @@ class Forward:
 
 
 def fed(token_ids: torch.Tensor, last_tokens: torch.Tensor) -> torch.Tensor:
-    """Token ids in which what the host did not know is read where the last step left it.
+    """Token ids, with tokens that the host does not know yet read from the last step's output.
 
     Args:
         token_ids: [num_tokens] int32; -1 - row where it is that row's last token.

@@ -27,9 +27,10 @@ def prepare_libraries() -> None:
     Threads that spin while they wait for each other are fastest on an idle machine and ruinous on a
     busy one, where the thread waited for is not running: 9 times slower steps were measured.
 
-    MKL chooses among kernels that add in different orders by a product's size, and then a row's
-    bits depend on the other rows: so it was seen on Intel processors limited to AVX2, not on an AMD
-    one. Its strict mode does not. (Elsewhere than on Intel's that mode is said to use SSE2.)
+    MKL chooses its kernel by the size of a product, and kernels add in different orders, so that
+    the bits of a row depend on the number of rows. This was measured on an Intel processor limited
+    to AVX2; an AMD processor did not show it. MKL's strict mode prevents it. On processors of other
+    makers that mode may fall back to SSE2, so it is left off there.
     """
     os.environ.setdefault("OMP_WAIT_POLICY", "PASSIVE")
     if "GenuineIntel" in _vendor():

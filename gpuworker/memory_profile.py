@@ -1,6 +1,6 @@
-"""How large the KV pool may be on a GPU: one step of the largest kind is run and its peak read.
+"""How large the KV pool may be on a GPU: the largest possible step is run to measure its memory.
 
-What is not for others, weights, that step and CUDA graphs is for keys and values.
+The KV pool gets what other processes, weights, that step and CUDA graphs leave.
 """
 
 from collections.abc import Callable, Sequence
@@ -15,10 +15,10 @@ from gpuworker.device.memory import MemoryReader
 from gpuworker.kv_pool import KvPoolError
 from gpuworker.runner import ModelRunner
 
-# Of a pool that only serves to be measured with: the null block and the one that all rows share.
+# Blocks of the pool used for measuring: the null block and one block that all rows share.
 NUM_PROFILE_BLOCKS = 2
-# Everything that takes memory while tokens are chosen, or a kernel that would be compiled later,
-# while requests wait.
+# Settings that use every part of the sampler: each takes memory, or a kernel that would otherwise
+# be compiled while requests wait.
 _COSTLY = SamplingSettings(
     temperature=1.0,
     top_p=0.9,
@@ -43,12 +43,12 @@ class MemoryBudget:
 
     @property
     def kv_pool(self) -> int:
-        """What is left for keys and values; below 0: so much is missing."""
+        """Bytes left for keys and values; negative when memory is missing."""
         used = self.others + self.weights + self.step + self.graphs
         return int(self.total * self.utilization) - used
 
     def checked(self) -> "MemoryBudget":
-        """Itself.
+        """Returns this budget.
 
         Raises:
             KvPoolError: nothing is left for keys and values.
@@ -86,7 +86,7 @@ def measure(
     Args:
         make_runner: a runner with a pool of NUM_PROFILE_BLOCKS blocks; the weights are loaded.
         memory: of its device.
-        utilization: share of the device that may be used, by whomever.
+        utilization: share of the device's memory that may be used, by all processes together.
         graph_sizes: sizes that will be captured, in rising order.
         make_recorder: how they will be.
 
@@ -115,7 +115,7 @@ def measure(
 
 
 def largest_step(limits: BatchLimits) -> StepPlan:
-    """As many tokens and samples as a step may have; all rows share block 1."""
+    """A step with the most tokens and samples that the limits allow; all rows share block 1."""
     num_reqs = min(limits.max_num_seqs, limits.max_num_batched_tokens)
     rows = np.arange(num_reqs, dtype=np.int32)
     lengths = np.full(num_reqs, limits.max_num_batched_tokens // num_reqs, dtype=np.int32)
@@ -139,7 +139,7 @@ def largest_step(limits: BatchLimits) -> StepPlan:
 def _graph_bytes(
     runner: ModelRunner, memory: MemoryReader, sizes: Sequence[int], recorder: GraphRecorder
 ) -> int:
-    """The largest graph brings the memory that all share; each other takes as the next does."""
+    """Memory of all graphs, from two: the largest allocates what all share, the others less."""
     taken = []
     for size in sizes[-1:-3:-1]:
         memory.reset()

@@ -1,7 +1,7 @@
-"""Which thread does what of a step: the model's starts and finishes it, another waits between.
+"""The threads of a step: the model's thread starts and finishes it, another waits in between.
 
-So the model's thread is free to start the next step while the device is at work on one. Where a
-step is done as soon as it is started, as on a CPU, one turn on the model's thread is all of it.
+So the model's thread can start the next step while the device works on the current one. On a CPU a
+step is complete when it has been started, and only the model's thread is used.
 """
 
 from collections.abc import Callable
@@ -16,7 +16,7 @@ Finish = Callable[[PendingStep], StepResult]
 
 
 class StepPipeline:
-    """Steps in the order they are submitted.
+    """Runs steps in the order in which they are submitted.
 
     Args:
         model_thread: an executor of one thread, which alone touches the runner.
@@ -27,7 +27,7 @@ class StepPipeline:
         self._waiting_thread = ThreadPoolExecutor(1, thread_name_prefix="device")
 
     def submit(self, launch: Launch, finish: Finish) -> "Future[StepResult]":
-        """Has a step run; both are called on the model's thread.
+        """Runs a step; `launch` and `finish` are called on the model's thread.
 
         Returns:
             Its result, or what `launch` or `finish` raised; it cannot be cancelled.
@@ -63,7 +63,7 @@ def _settle(
     result: "Future[StepResult]",
     failure: BaseException | None,
 ) -> None:
-    """Finishes the step, also one whose wait failed: the runner counts it."""
+    """Finishes the step even if the wait failed, because the runner keeps count of its steps."""
     try:
         outcome = finish(step)
     except BaseException as error:  # noqa: BLE001 - it is the caller's

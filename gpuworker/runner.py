@@ -2,8 +2,8 @@
 
 A step has two halves. `launch` applies a plan and starts everything, the copy of its results
 included, and waits for nothing; `PendingStep.finish` waits for that copy. The next plan may be
-launched in between: tokens that nobody knows yet are fed on the device. The runner owns the rows
-and the KV pool and is used by one thread. It knows no wire and no schedule.
+launched in between: its input tokens that are not known on the host yet are read on the device. The
+runner owns the rows and the KV pool and is used by one thread. It knows no wire and no schedule.
 """
 
 from collections import deque
@@ -32,12 +32,12 @@ from gpuworker.sampling.sampler import SampledTokens, Sampler
 
 # Prompt log probabilities need logits of whole prompts: 256 rows of 150,000 tokens are 150 MB.
 _MAX_PROMPT_LOGITS = 256
-# With more, a row's last two tokens could be unknown.
+# With more steps in flight, the last two tokens of a row could be unknown.
 _MAX_PENDING = 2
 
 
 class PendingStep:
-    """A step on its way."""
+    """A step that was launched and is not finished."""
 
     def __init__(
         self, copied: DeviceEvent, complete: Callable[["PendingStep"], StepResult]
@@ -48,15 +48,15 @@ class PendingStep:
 
     @property
     def is_done(self) -> bool:
-        """Whether `finish` would not wait; any thread may ask."""
+        """Whether the device has completed the step; may be called from any thread."""
         return self._copied.query()
 
     def wait(self) -> None:
-        """Waits until it is done; any thread may."""
+        """Waits until the device has completed the step; may be called from any thread."""
         self._copied.synchronize()
 
     def finish(self) -> StepResult:
-        """Its result, and those of all before it; to be called on the runner's thread."""
+        """The result of the step; finishes earlier steps first. Called on the runner's thread."""
         if self._result is None:
             self._copied.synchronize()
             self._result = self._complete(self)
@@ -65,11 +65,11 @@ class PendingStep:
 
 @dataclass(frozen=True, slots=True)
 class _Launched:
-    """What finishing a step needs of its launch.
+    """The parts of a launched step that finishing needs.
 
     packed: [2 * num_samples, then num_reqs where drafts are verified] int32 tokens, whether their
         logits are finite, and how many of each request's are kept.
-    open_tokens: None where drafts are verified: nobody knows how many tokens there will be.
+    open_tokens: None where drafts are verified, because the number of tokens is not known yet.
     """
 
     batch: FlatBatch
@@ -124,7 +124,7 @@ class ModelRunner:
         return int(self._rows.slots.is_occupied.sum())
 
     def reset(self) -> None:
-        """Empties every row, as a new stream begins; steps on their way are forgotten."""
+        """Empties every row for a new stream; results of launched steps are dropped."""
         self._pending.clear()
         self._rows.clear()
 
@@ -136,9 +136,9 @@ class ModelRunner:
     def launch(self, plan: StepPlan) -> PendingStep:
         """Starts one step.
 
-        Only the result of a step that verifies drafts says how far its rows are, and what bad words
-        forbid depends on tokens: with either, what is on its way is finished first, and otherwise
-        the older of two steps is.
+        Steps in flight are finished first if one verifies drafts (only its result tells how many
+        tokens its rows have) or if a request has bad words (they depend on the last tokens).
+        Otherwise at most the older of two steps is finished first.
 
         Raises:
             PlanError: the plan contradicts itself or the rows.
@@ -158,7 +158,7 @@ class ModelRunner:
         return step
 
     def _nothing(self, batch: FlatBatch, started_s: float) -> StepResult:
-        """The result of a step that only changes rows."""
+        """The result of a step that schedules no tokens."""
         return StepResult(
             step_id=batch.step_id,
             num_sampled_tokens=batch.num_samples,
@@ -167,7 +167,7 @@ class ModelRunner:
         )
 
     def _start(self, batch: FlatBatch, started_s: float) -> _Launched:
-        """Starts everything that a step does on the device, and the copies of what it gives."""
+        """Starts all device work of a step, and the copies of its results to the host."""
         outputs = self.forward.run(batch, self._rows.slots)
         prompt_logprobs = self._start_prompt_logprobs(batch, outputs)
         num_logprobs = self._rows.slots.num_logprobs[batch.rows]
@@ -211,7 +211,7 @@ class ModelRunner:
 
     @torch.inference_mode()
     def _complete(self, step: PendingStep, launched: _Launched) -> StepResult:
-        """Reads what a step gave and brings the rows up to it."""
+        """Reads a step's results and appends its tokens to the rows."""
         while step in self._pending and self._pending[0] is not step:
             self._pending[0].finish()
         batch = launched.batch
@@ -220,7 +220,7 @@ class ModelRunner:
         if counts is not batch.num_samples:
             token_ids = sampled_ids[_kept(batch.num_samples, counts)]
         if launched.open_tokens is not None:
-            # A failed row has token 0, of no meaning: a plan for it may be on its way.
+            # A failed row gets the placeholder 0: a plan that advances it may already be launched.
             self._rows.settle(launched.open_tokens, sampled_ids)
         else:
             self._rows.append_sampled(batch.rows, counts, token_ids)
@@ -241,7 +241,7 @@ class ModelRunner:
         )
 
     def _fill_in(self, failed_rows: list[int]) -> None:
-        """Gives failed rows a token of no meaning: a plan for them may already be on its way."""
+        """Appends a placeholder token to failed rows: a plan that advances them may be launched."""
         if failed_rows:
             ones = np.ones(len(failed_rows), dtype=np.int32)
             self._rows.append_sampled(np.array(failed_rows, dtype=np.int32), ones, 0 * ones)
@@ -249,7 +249,7 @@ class ModelRunner:
     def _propose(self, batch: FlatBatch, counts: Int32Array) -> tuple[Int32Array, Int32Array]:
         """Drafts for rows that sampled: how many for each, [num_reqs] or [0], and all of them.
 
-        A step that is launched already can use none.
+        No drafts are proposed while another step is launched: it could not use them.
         """
         if not self._num_spec_tokens or self._pending:
             return EMPTY_INT32, EMPTY_INT32
@@ -266,7 +266,7 @@ class ModelRunner:
 
 
 def _packed(sampled: SampledTokens) -> torch.Tensor:
-    """All that the host must know of a step's tokens; see `_Launched`."""
+    """The tokens of a step, packed for one copy to the host; see `_Launched`."""
     parts = [sampled.token_ids, sampled.is_finite.int()]
     if sampled.num_kept is not None:
         parts.append(sampled.num_kept)
@@ -276,7 +276,7 @@ def _packed(sampled: SampledTokens) -> torch.Tensor:
 def _unpacked(launched: _Launched) -> tuple[Int32Array, Int32Array, tuple[RowError, ...]]:
     """How many of each row's samples count, all samples, and the rows that failed.
 
-    A row with logits that are not finite gets none.
+    A row whose logits are not finite has no samples that count.
     """
     batch, values = launched.batch, launched.packed.numpy()
     num_samples = len(batch.sample_rows)

@@ -2,7 +2,7 @@
 
 Its wrappers plan on the host, once a step for each kind of layer, so steps are not replayed from
 graphs. Requests with one query go through its decode kernels, all others through its prefill
-kernels. The pool's layout is what it calls HND.
+kernels. The layout of the pool is the one FlashInfer calls HND.
 """
 
 from collections.abc import Iterator
@@ -32,7 +32,7 @@ _TENSOR_CORE_GROUP = 4
 
 
 class FlashInferUnavailableError(Exception):
-    """The library is not there, or has no code for such a model; the message says which."""
+    """FlashInfer is not installed, or does not support this model; the message says which."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -54,7 +54,7 @@ class FlashInferAttention(AttentionBackend):
         library: `load()`.
 
     Raises:
-        FlashInferUnavailableError: it has no code for this model.
+        FlashInferUnavailableError: the library does not support this model.
     """
 
     def __init__(self, setup: FlashInferSetup, device: torch.device, library: ModuleType) -> None:
@@ -66,7 +66,7 @@ class FlashInferAttention(AttentionBackend):
         self.setup = setup
         self.device = device
         self._library = library
-        # Its first use counts on zeros.
+        # The library expects zeros at the first use.
         self._workspace = torch.zeros(_WORKSPACE_BYTES, dtype=torch.uint8, device=device)
         self._kernels: dict[tuple[AttentionLayer, bool], _Kernels] = {}
 
@@ -105,7 +105,7 @@ class _Kernels:
             self._copied = torch.cuda.Event()  # type: ignore[no-untyped-call]
 
     def plan(self, *arguments: Any, **options: Any) -> None:
-        """As the wrapper's own."""
+        """Plans a step, as the method of the wrapper does."""
         if self._copied is not None:
             self._copied.synchronize()
         self._plan(*arguments, **options)
@@ -117,7 +117,7 @@ class _Kernels:
 class _Part:
     """Requests of a step that go through the same kernels, as the library wants them.
 
-    Host tensors, int32: it plans on the host and copies what its kernels need.
+    Host tensors, int32: the library plans on the host and copies to the device.
     """
 
     is_decode: bool
@@ -169,7 +169,7 @@ class _FlashInferStep(PreparedStep):
         window = layer.sliding_window
         options: dict[str, Any] = {
             "sm_scale": layer.scale,
-            # Keys to the left of the query itself; -1 is all.
+            # Number of keys before the query; -1 is all.
             "window_left": -1 if window is None else window - 1,
             "logits_soft_cap": layer.soft_cap,
             "q_data_type": setup.dtype,
@@ -215,7 +215,7 @@ def load() -> ModuleType:
     """The library, imported only when it was chosen.
 
     Raises:
-        FlashInferUnavailableError: it is not installed.
+        FlashInferUnavailableError: the library is not installed.
     """
     try:
         import flashinfer

@@ -88,9 +88,9 @@ class PreparedStep(Protocol):
 
     @property
     def has_fixed_layout(self) -> bool:
-        """Whether it lies where every step of its padded size does, with equally many launches.
+        """Whether addresses and launches depend on the padded size alone.
 
-        What was recorded of such a step can be replayed for any other.
+        A CUDA graph captured of such a step can be replayed for any other of that size.
         """
         return False
 
@@ -101,7 +101,7 @@ class PreparedStep(Protocol):
     def write(self, kv: LayerKv, key: torch.Tensor, value: torch.Tensor) -> None:
         """Puts the step's keys and values in their slots; what does not fit is clamped.
 
-        For devices where this is a pass of its own: fused kernels write by `slots`.
+        Only for devices without fused kernels, which write by `slots`.
 
         Args:
             kv: the layer's pool, changed in place.
@@ -130,16 +130,16 @@ class PreparedStep(Protocol):
 
 
 class AttentionBackend(Protocol):
-    """Makes steps ready; one for the whole model."""
+    """Prepares steps; one backend serves the whole model."""
 
     def prepare(self, shape: StepShape) -> PreparedStep:
-        """Makes the host-side work of a step once, for all layers."""
+        """Does the host-side work of a step once, for all layers."""
 
 
 def narrowed(values: torch.Tensor, dtype: torch.dtype) -> torch.Tensor:
     """Keys or values in a pool's type.
 
-    What eight bits do not hold is clamped: the conversion alone would make NaN of it.
+    Values beyond the range of an eight-bit type are clamped; conversion alone would give NaN.
     """
     if dtype in FLOAT8_TYPES:
         limit = torch.finfo(dtype).max
@@ -148,7 +148,7 @@ def narrowed(values: torch.Tensor, dtype: torch.dtype) -> torch.Tensor:
 
 
 def movable(values: torch.Tensor) -> torch.Tensor:
-    """The same memory in a type that torch gathers and scatters: it does not eight-bit floats."""
+    """A view in a type that torch can gather and scatter, as it cannot eight-bit floats."""
     return values.view(torch.uint8) if values.dtype in FLOAT8_TYPES else values
 
 

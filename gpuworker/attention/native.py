@@ -1,7 +1,7 @@
 """Paged attention on a CPU by a kernel compiled for this machine: see paged.cpp.
 
-It reads keys and values where they lie, so a decode costs its context's bytes once; and a query's
-bits do not depend on what else is in the batch.
+The kernel reads keys and values in place, so a decode reads the bytes of its context once. The bits
+of a query's result do not depend on the other requests of the batch.
 """
 
 import ctypes
@@ -71,7 +71,8 @@ class NativeAttention(AttentionBackend):
         kv_dtype: of the pool.
 
     Raises:
-        NativeUnavailableError: it cannot be built here, or has no code for such sizes or types.
+        NativeUnavailableError: the kernel cannot be built here, or does not support these sizes or
+            types.
     """
 
     def __init__(
@@ -101,7 +102,7 @@ class _NativeStep(PreparedStep):
         group = backend.num_heads // kv_shape.num_kv_heads
         max_queries = max(_MAX_PIECE_ROWS // group, 1)
         pieces = _cut(np.diff(shape.query_start_loc), max_queries)
-        # Their memory must outlive the pointers.
+        # Keeps the arrays alive: the step holds pointers into them.
         self._arrays = (
             np.ascontiguousarray(shape.query_start_loc, dtype=np.int32),
             np.ascontiguousarray(shape.seq_lens, dtype=np.int32),

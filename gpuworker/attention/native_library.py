@@ -79,7 +79,7 @@ def _processor() -> str:
 
 
 def _build(compiler: list[str], library: Path) -> None:
-    """Compiles beside the library's place and moves it there: nobody sees half of one."""
+    """Compiles in a temporary folder and renames, so that no process loads half a library."""
     say("compiling the attention kernel, once for this processor")
     started = time.monotonic()
     with tempfile.TemporaryDirectory(dir=library.parent) as folder:

@@ -1,6 +1,6 @@
 """Token sequences that a request's output must not contain.
 
-What may not come next depends on the output so far alone. It does not know logits or rows.
+The forbidden next tokens depend on the output so far alone, not on logits or rows.
 """
 
 from collections import defaultdict
@@ -12,7 +12,7 @@ from gpuworker.core.plan import Int32Array, Int64Array
 
 
 class BadWords:
-    """What one request must not say.
+    """The forbidden token sequences of one request.
 
     Args:
         sequences: each of one token or more; one with a token outside the vocabulary can never
@@ -24,7 +24,7 @@ class BadWords:
         possible = [s for s in sequences if s and min(s) >= 0 and max(s) < vocab_size]
         single = {s[0] for s in possible if len(s) == 1}
         self._always: Int64Array = np.array(sorted(single), dtype=np.int64)
-        # By the token before the last: most steps match none, and end with one look-up.
+        # Indexed by a sequence's second to last token: in most steps one look-up finds nothing.
         self._longer: defaultdict[int, list[tuple[Int32Array, int]]] = defaultdict(list)
         for *beginning, last in possible:
             if beginning and last not in single:
@@ -33,7 +33,7 @@ class BadWords:
 
     @property
     def looks_back(self) -> bool:
-        """Whether the output so far must be known to say what is forbidden."""
+        """Whether the forbidden tokens depend on the output so far."""
         return bool(self._longer)
 
     def forbidden_after(self, output: Int32Array) -> Int64Array:
@@ -43,7 +43,7 @@ class BadWords:
             output: [num_tokens] tokens generated so far, drafts before this place included.
 
         Returns:
-            [num_forbidden] token ids; one may be named twice.
+            [num_forbidden] token ids; a token may occur twice.
         """
         if not (self._longer and len(output)):
             return self._always

@@ -74,18 +74,18 @@ class FlatBatch:
 
 @dataclass(frozen=True, slots=True)
 class OpenTokens:
-    """Tokens that a step on its way will give: [num_open] each.
+    """Tokens that a launched step will sample: [num_open] each.
 
-    A row may be another request's by the time its token is known; tenancies tell.
+    A row may belong to another request by the time its token is known; `tenancies` tells.
     """
 
     rows: Int32Array
-    columns: Int32Array  # where in its row's tokens each goes
-    tenancies: Int32Array  # how many requests the row had had
+    columns: Int32Array  # column of the row where the token belongs
+    tenancies: Int32Array  # number of requests that the row had held at launch
 
 
 def unknown_token(row: Int32Array) -> Int32Array:
-    """What stands for a row's last token while only the device knows it: -1 - row."""
+    """The placeholder for a row's last token while only the device knows it: -1 - row."""
     return ~row
 
 
@@ -99,7 +99,7 @@ class InputBatch:
         self.limits = limits
         self.slots = RequestSlots(limits.max_num_seqs, limits.vocab_size, limits.eos_token_ids)
         self._max_blocks = -(-limits.max_model_len // limits.block_size)
-        # One column more than max_model_len: the token sampled at the limit still has a place.
+        # One column more than max_model_len, for the token that is sampled at the limit.
         self.token_ids: Int32Array = np.zeros(
             (limits.max_num_seqs, limits.max_model_len + 1), dtype=np.int32
         )
@@ -110,7 +110,7 @@ class InputBatch:
         self.num_tokens: Int32Array = np.zeros(limits.max_num_seqs, dtype=np.int32)
         self.num_prompt_tokens: Int32Array = np.zeros(limits.max_num_seqs, dtype=np.int32)
         self._tenancies: Int32Array = np.zeros(limits.max_num_seqs, dtype=np.int32)
-        # Slices of these are parts of batches: nobody writes to them.
+        # Batches hold slices of these arrays, which must not be written to.
         self._order: Int32Array = np.arange(limits.max_num_seqs + 1, dtype=np.int32)
         self._zeros: Int32Array = np.zeros(limits.max_num_seqs, dtype=np.int32)
 
@@ -139,7 +139,7 @@ class InputBatch:
         return self._gather(plan, num_draft_tokens)
 
     def open(self, batch: FlatBatch) -> OpenTokens:
-        """Gives every row that samples its next token, which is not known yet.
+        """Appends a placeholder for the next token of every row that samples.
 
         The rows' last tokens must be known or fed by the device; no row may have drafts.
         """
@@ -150,7 +150,7 @@ class InputBatch:
         return OpenTokens(rows, columns, self._tenancies[rows])
 
     def settle(self, tokens: OpenTokens, token_ids: Int32Array) -> None:
-        """Fills in tokens that are known by now, in rows that are still the same request's."""
+        """Replaces placeholders by tokens, in rows that still hold the same request."""
         is_same = self._tenancies[tokens.rows] == tokens.tenancies
         if is_same.all():
             self.token_ids[tokens.rows, tokens.columns] = token_ids
@@ -242,7 +242,7 @@ class InputBatch:
         room = np.minimum(
             self._num_blocks[rows] * self.limits.block_size, self.limits.max_model_len
         )
-        # The ends of what cannot be computed yet may not fit their type.
+        # In wrong plans the sum may overflow 32 bits.
         is_bad = (known > num_tokens) | (ends > room) | (plan.num_computed_tokens > room)
         if len(plan.draft_token_ids):
             is_bad |= (num_draft_tokens > 0) & (known != num_tokens)
@@ -352,7 +352,7 @@ class InputBatch:
         num_draft_tokens: Int32Array,
         draft_token_ids: Int32Array,
     ) -> None:
-        """Puts drafts behind each row's tokens, where the gather finds them, uncounted."""
+        """Writes drafts behind each row's tokens for the gather; they do not count as tokens."""
         if len(draft_token_ids):
             columns = np.repeat(num_tokens, num_draft_tokens) + _ranks(num_draft_tokens)
             row_of_draft = np.repeat(rows, num_draft_tokens)
@@ -391,5 +391,5 @@ def _ranks(counts: Int32Array | Int64Array) -> Int64Array:
 
 
 def _is_all_ones(counts: Int32Array | Int64Array) -> bool:
-    """Whether there is nothing to repeat, as in a step of decodes only."""
+    """Whether every count is 1, as in a step of decodes only."""
     return bool((counts == 1).all())

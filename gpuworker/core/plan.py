@@ -1,7 +1,7 @@
-"""What crosses the worker's edge: plans in, results out, as columns over the rows of a step.
+"""Plans that the worker receives and results that it returns, as columns over the rows of a step.
 
 A row is the scheduler's stable slot for a running request and the row of the worker's persistent
-input batch. It knows no wire, no clock and no tensor.
+input batch.
 """
 
 from dataclasses import dataclass, field
@@ -104,7 +104,7 @@ class RowError:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class StepResult:
-    """What a step gave, in the plan's order; 0 tokens for an unfinished prefill or a failed row."""
+    """Results in the plan's order; 0 tokens for an unfinished prefill or a failed row."""
 
     step_id: int
     num_sampled_tokens: Int32Array  # [num_reqs]

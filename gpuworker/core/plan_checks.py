@@ -1,4 +1,4 @@
-"""What can be wrong with a plan, in words."""
+"""Checks of a plan, with messages that say what is wrong."""
 
 import numpy as np
 
@@ -53,7 +53,8 @@ def what_is_wrong(
 ) -> str:
     """Says why the i-th row of a plan, called `name`, cannot advance as it says.
 
-    It has num_tokens tokens, and num_blocks KV blocks, too few if nothing else is wrong.
+    The row has num_tokens tokens and num_blocks KV blocks; if no other check fails, the blocks are
+    too few.
     """
     computed, scheduled = int(plan.num_computed_tokens[i]), int(plan.num_scheduled_tokens[i])
     end = computed + scheduled

@@ -1,8 +1,8 @@
-"""Who sits in which row, and how each row's tokens are chosen.
+"""Which request occupies each row, and the sampling settings of each row.
 
 Sampling settings are columns indexed by row, so that a step gathers them with one vector operation;
-what only few requests use (biases, stop tokens, bad words) is kept by row. It does not know tokens
-or blocks.
+settings that few requests use (biases, stop tokens, bad words) are kept in dictionaries by row.
+Tokens and blocks are in `input_batch`.
 """
 
 from dataclasses import dataclass
@@ -26,7 +26,7 @@ BoolArray = NDArray[np.bool_]
 
 NOT_ASKED = -1  # in the logprob columns
 
-# Colder than this is greedy: dividing by it would leave only rounding.
+# Lower temperatures are greedy: dividing logits by them would leave only rounding errors.
 MIN_TEMPERATURE = 1e-5
 
 _TYPES: dict[Column, type[np.generic]] = {
@@ -49,7 +49,7 @@ LONG_COLUMNS = (
 
 @dataclass(frozen=True, slots=True)
 class TokenBias:
-    """What is added to some tokens' logits."""
+    """A bias on the logits of some tokens."""
 
     token_ids: NDArray[np.int64]  # [num_biased]
     values: Float32Array  # [num_biased]
@@ -91,7 +91,7 @@ class RequestSlots:
 
     @property
     def looks_back(self) -> bool:
-        """Whether some request's next token depends on its tokens in other ways than by counts."""
+        """Whether some request's next token depends on the order of its tokens (bad words)."""
         return any(words.looks_back for words in self.bad_words_by_row.values())
 
     def free(self, rows: Int32Array) -> None:
@@ -136,7 +136,7 @@ class RequestSlots:
         self.bad_words_by_row.clear()
 
     def check_range(self, rows: Int32Array, field: str) -> None:
-        """Checks that rows, of which there are some, are in range.
+        """Checks that rows are in range; there must be at least one.
 
         Raises:
             PlanError: naming the field.
@@ -148,7 +148,7 @@ class RequestSlots:
         """Whether no row appears twice; all are in range."""
         if len(rows) > self.max_num_seqs:
             return False
-        # The last of equal rows is what stays; cheaper than sorting or hashing them.
+        # Of equal rows the last assignment stays. This is cheaper than sorting or hashing.
         order = self._order[: len(rows)]
         self._last_place[rows] = order
         return bool((self._last_place[rows] == order).all())

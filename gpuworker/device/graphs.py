@@ -1,7 +1,6 @@
-"""Launches recorded once and repeated with one call: CUDA graphs.
+"""CUDA graphs: kernel launches that are captured once and replayed with one call.
 
-What is recorded reads and writes the same addresses each time it is repeated, and nothing of Python
-runs again.
+A replay reads and writes the addresses of the capture and runs no Python.
 """
 
 from collections.abc import Callable, Iterator, Sequence
@@ -21,14 +20,14 @@ class StepGraph(Protocol):
     """Recorded launches."""
 
     def replay(self) -> None:
-        """Starts them all, in their order."""
+        """Starts all captured launches in their order."""
 
 
 class GraphRecorder(Protocol):
-    """Records launches; what its graphs allocate while they run they share."""
+    """Captures launches; all graphs of a recorder share one memory pool."""
 
     def record(self, run: Callable[[], None]) -> StepGraph:
-        """Runs it, more than once, and keeps its launches."""
+        """Calls `run` more than once and captures its launches."""
 
 
 class CudaGraphRecorder(GraphRecorder):
@@ -39,7 +38,7 @@ class CudaGraphRecorder(GraphRecorder):
         self._stream = _stream()
 
     def record(self, run: Callable[[], None]) -> StepGraph:
-        # Once outside: kernels are compiled and libraries set up, which a capture may not do.
+        # Once before the capture: compiling kernels and initializing libraries cannot be captured.
         self._stream.wait_stream(torch.cuda.current_stream())
         with torch.cuda.stream(self._stream), recording():
             run()
@@ -60,7 +59,7 @@ def _stream() -> torch.cuda.Stream:
 
 @contextmanager
 def recording() -> Iterator[None]:
-    """What a recorder runs, the first time included: see `is_recording`."""
+    """Marks code that a recorder runs, including the run before the capture."""
     token = _is_recording.set(True)
     try:
         yield
@@ -69,7 +68,7 @@ def recording() -> Iterator[None]:
 
 
 def is_recording() -> bool:
-    """Whether what runs is to be recorded: it may not ask the device for anything."""
+    """Whether this code is being captured: it must not read values back from the device."""
     return _is_recording.get()
 
 

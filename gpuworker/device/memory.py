@@ -1,4 +1,4 @@
-"""How much of a device's memory is used, and by whom."""
+"""How much of a device's memory is used: by tensors, by others, or not at all."""
 
 import gc
 from dataclasses import dataclass
@@ -11,8 +11,8 @@ import torch
 class MemoryReading:
     """Bytes at one moment.
 
-    free: nobody has it. reserved: this process has it for tensors. allocated: tensors have it;
-    peak: the most that they had since the peak was reset.
+    free: not used by any process. reserved: held by torch in this process. allocated: used by
+    tensors. peak: the largest `allocated` since the last reset.
     """
 
     total: int
@@ -23,18 +23,18 @@ class MemoryReading:
 
     @property
     def others(self) -> int:
-        """What is neither free nor for tensors: other processes, the driver, code."""
+        """Bytes that are neither free nor reserved: other processes, the driver, code."""
         return max(self.total - self.free - self.reserved, 0)
 
 
 class MemoryReader(Protocol):
-    """Reads a device's memory; the device is waited for."""
+    """Reads a device's memory, after waiting for its work."""
 
     def read(self) -> MemoryReading:
-        """As it is now."""
+        """The current values."""
 
     def reset(self) -> None:
-        """Gives back what no tensor has, and starts the peak anew."""
+        """Releases cached memory and resets the peak."""
 
 
 class CudaMemory(MemoryReader):

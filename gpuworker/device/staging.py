@@ -22,7 +22,7 @@ class StagingRing:
     def __init__(self, capacity: int, device: torch.device) -> None:
         self._is_cuda = device.type == "cuda"
         self._device_buffer = torch.zeros(capacity, dtype=torch.int32, device=device)
-        # What is on the CPU is read before the next step is made.
+        # On a CPU the buffer is read before the next step is written.
         self._host_buffers = [
             torch.zeros(capacity, dtype=torch.int32, pin_memory=self._is_cuda)
             for _ in range(_NUM_BUFFERS if self._is_cuda else 1)
@@ -37,7 +37,7 @@ class StagingRing:
 
     @property
     def device_buffer(self) -> torch.Tensor:
-        """[capacity] what was sent last, and what earlier steps left behind it."""
+        """[capacity]; begins with what was sent last."""
         return self._device_buffer
 
     def reserve(self, num_values: int) -> Int32Array:

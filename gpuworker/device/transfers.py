@@ -11,10 +11,10 @@ class DeviceEvent(Protocol):
     """A point in a device's work."""
 
     def query(self) -> bool:
-        """Whether the device has got there."""
+        """Whether the device has reached this point."""
 
     def synchronize(self) -> None:
-        """Waits until it has; any thread may."""
+        """Waits until the device has reached this point; may be called from any thread."""
 
 
 class Transfers(Protocol):
@@ -24,17 +24,17 @@ class Transfers(Protocol):
         """A copy on the device; `values` may not change until the device has taken it."""
 
     def to_host(self, values: torch.Tensor) -> torch.Tensor:
-        """A copy on the host, which counts once an event recorded later has passed.
+        """A copy on the host, valid once an event recorded later has passed.
 
-        `values` is a tensor of its own, into which nothing is written any more.
+        `values` must not be written to any more.
         """
 
     def mark(self) -> DeviceEvent:
-        """The point after all that was started so far."""
+        """An event after all work that was started so far."""
 
 
 class HostTransfers(Transfers):
-    """Where the device is the CPU: nothing is copied, and everything is done at once."""
+    """Transfers where the device is the CPU: nothing is copied, and every event has passed."""
 
     def to_device(self, values: NDArray[Any]) -> torch.Tensor:
         return torch.from_numpy(values)

@@ -63,7 +63,7 @@ class TritonOps(Ops):
         limit = torch.finfo(kv.key.dtype).max if kv.key.dtype in FLOAT8_TYPES else 0.0
         shape = (num_heads, num_kv_heads, head_dim, rotary_dim, page)
         kernel = _rotate_kernel(shape, norms is not None, limit)
-        # What the kernel does not read is any tensor of the right type.
+        # Arguments that the kernel does not read may be any tensor of the right type.
         query_norm, key_norm, eps = (qkv, qkv, 0.0)
         if norms is not None:
             query_norm, key_norm, eps = norms.query, norms.key, norms.eps

@@ -21,10 +21,10 @@ _ALIGNMENT = 16
 
 
 def make_ready() -> None:
-    """Has Triton build what it starts kernels with, for the GPU that is here.
+    """Lets Triton build its launcher for the GPU of this machine.
 
     Raises:
-        ValueError: it cannot; the message says what it takes.
+        ValueError: Triton cannot build it; the message says what is missing.
     """
     try:
         triton.runtime.driver.active.get_current_device()
@@ -91,7 +91,7 @@ class HeldKernel:
 
 
 def _class_of(argument: Any) -> Any:
-    """What of an argument decides which machine code fits it."""
+    """The properties of an argument that decide which compiled kernel fits."""
     if not isinstance(argument, torch.Tensor):
         return None
     return (

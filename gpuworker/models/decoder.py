@@ -1,7 +1,7 @@
 """The one decoder: embedding, layers of attention and gated MLP, a head.
 
 It runs the flat mixed batch of a step in one pass and knows neither requests nor the schedule.
-What lies between matrix products and attention is `gpuworker.kernels.ops`, for the device at hand.
+Everything between matrix products and attention is `gpuworker.kernels.ops`, by device.
 """
 
 from collections.abc import Sequence
@@ -60,7 +60,7 @@ class Decoder:
         self._ops = ops
         self.device = weights.embedding.device
         self.dtype = weights.embedding.dtype
-        # As the embedding's type has it.
+        # Rounded to the type of the embedding.
         self._embedding_scale = torch.tensor(config.embedding_scale, dtype=self.dtype).item()
         self._layers = self._with_kinds(weights.layers)
 

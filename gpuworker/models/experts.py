@@ -1,8 +1,8 @@
 """Mixture of experts: each token goes through a few gated MLPs, weighed by their probabilities.
 
-Two forms of the same sum: on a CPU the experts that were chosen run one after the other; on a GPU
-tokens are sorted by expert and all run at once, with nothing that waits for the device or depends
-on what was chosen but the numbers, so that a CUDA graph can hold it.
+Two forms of the same sum. On a CPU the chosen experts run one after the other. On a GPU tokens are
+sorted by expert and all experts run at once; the launches do not depend on the choice, so that a
+CUDA graph can capture them.
 """
 
 from collections.abc import Callable, Sequence
@@ -15,8 +15,8 @@ from gpuworker.device.graphs import is_recording
 from gpuworker.models.linear import Added, Linear, padded_rows
 from gpuworker.models.mlp import Mlp
 
-# Compute capabilities for which torch has a kernel, in bfloat16; elsewhere it asks the device for
-# the sizes of groups, and loops over them.
+# Compute capabilities with a grouped product in torch, in bfloat16. Elsewhere torch reads the sizes
+# of the groups back from the device and loops over them.
 _GROUPED_CAPABILITIES = {9, 10}
 
 
@@ -68,7 +68,7 @@ class MixtureMlp(Mlp):
 
 
 class ListedExperts(Experts):
-    """Experts as MLPs of their own; those that nobody chose are not touched.
+    """Experts as MLPs of their own; experts that no token chose are not run.
 
     A token's experts are added in the order of their numbers, whatever the other tokens choose.
     """
@@ -129,7 +129,7 @@ class GroupedExperts(Experts):
         return (results.float() * weights.float().unsqueeze(-1)).sum(1).to(x.dtype)
 
     def grouped(self, x: torch.Tensor, chosen: torch.Tensor) -> torch.Tensor:
-        """What each token's experts make of it: [num_tokens, num_per_token, hidden_size]."""
+        """The output of each token's experts: [num_tokens, num_per_token, hidden_size]."""
         num_tokens, num_per_token = chosen.shape
         order, ends = _by_expert(chosen, self._down.shape[0])
         sorted_x = x.index_select(0, order // num_per_token)

@@ -29,7 +29,7 @@ class Linear(Protocol):
         """x is [num_tokens, in_features]; returns [num_tokens, out_features]."""
 
     def add_to(self, residual: torch.Tensor, x: torch.Tensor) -> Added:
-        """residual + self(x) where the product can add, else both: the next norm adds then.
+        """Returns residual + self(x) where the product can add; else both, and the next norm adds.
 
         Neither argument is changed.
         """
@@ -43,7 +43,7 @@ def make_linear(weight: torch.Tensor, bias: torch.Tensor | None) -> Linear:
 
 
 def is_repacked(device: torch.device, dtype: torch.dtype) -> bool:
-    """Whether a product there has its weights in another order, from which no row can be read."""
+    """Whether products there repack their weights, so that no row can be read from them."""
     return device.type == "cpu" and _can_pack(dtype)
 
 

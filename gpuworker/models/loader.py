@@ -93,7 +93,7 @@ class _Loader:
             head = make_linear(self._tensor("lm_head.weight", shape), None)
         if not is_repacked(self._device, self._dtype):
             return EmbeddingTable(table), head
-        # The head has numbers of its own now: the rows need not be as wide as they were for it.
+        # The head holds a repacked copy now: the embedding can keep its rows as they are stored.
         del table
         rows = self._source.stored_rows(name)
         if rows is None:
@@ -101,7 +101,7 @@ class _Loader:
         return StoredEmbedding(rows, self._dtype), head
 
     def refuse_leftovers(self) -> None:
-        """A tensor nobody asked for means that the model is not what we think it is."""
+        """Refuses tensors that no part of the model read: the file is of another kind of model."""
         leftovers = sorted(
             name for name in self._names - self._read if not name.endswith(_REDUNDANT_SUFFIXES)
         )
@@ -172,7 +172,7 @@ class _Loader:
         """Fills one tensor for each product; besides it, one expert's weights are held."""
         count, hidden, size = experts.num_experts, config.hidden_size, experts.intermediate_size
         gate_name, up_name, down_name = names
-        # Sizes of the configuration that the file does not bear out must not be allocated.
+        # Reads the last expert first: wrong sizes in the configuration must not be allocated.
         self._tensor(f"{prefix}.{count - 1}.{down_name}.weight", (hidden, size))
         gate_up = torch.empty(count, 2 * size, hidden, device=self._device, dtype=self._dtype)
         down = torch.empty(count, hidden, size, device=self._device, dtype=self._dtype)

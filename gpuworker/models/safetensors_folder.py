@@ -69,7 +69,7 @@ class SafetensorsSource:
         if place is None:
             raise WeightError(f"tensor {name!r} is missing")
         with warnings.catch_warnings():
-            # The map is read-only and nobody writes to it: that is what the warning is about.
+            # torch warns that the mapping is read-only; these tensors are never written to.
             warnings.simplefilter("ignore", UserWarning)
             flat = torch.frombuffer(
                 place.buffer,
@@ -141,7 +141,7 @@ def _places(file: Path) -> dict[str, _Place]:
 
 
 def _type_and_shape(where: str, entry: Any) -> tuple[torch.dtype, tuple[int, ...]]:
-    """Of a header's entry, whose offsets are checked to be numbers, too."""
+    """Type and shape of a header's entry; also checks that its offsets are numbers."""
     if not isinstance(entry, dict):
         raise WeightError(f"{where} is no object in the header")
     fields: list[Any] = [entry.get(key) for key in ("dtype", "shape", "data_offsets")]

@@ -48,7 +48,7 @@ T = TypeVar("T")
 
 @dataclass(frozen=True, slots=True)
 class Identity:
-    """Who this worker is; incarnation is new for each process."""
+    """The identity of this worker; incarnation differs for each process."""
 
     worker_id: str
     model_name: str
@@ -57,7 +57,7 @@ class Identity:
 
 
 class _DrainingNotice:
-    """Takes the place of a result: the scheduler is told that we shut down."""
+    """Queued like a result: tells the scheduler that this worker shuts down."""
 
 
 class _Stream:
@@ -72,17 +72,17 @@ class _Stream:
         self._is_draining_announced = False
 
     def announce_draining(self) -> None:
-        """Tells the scheduler, once, behind the results that are due."""
+        """Queues the draining notice once, behind the results that are still due."""
         if self.is_current and not self._is_draining_announced:
             self._is_draining_announced = True
             self.results.put_nowait(_DrainingNotice())
 
 
 class GpuWorkerService(gpuworker_pb2_grpc.GpuWorkerServicer):
-    """Serves one engine; until it is set, calls are UNAVAILABLE.
+    """Serves one loaded model; until it is set, calls are UNAVAILABLE.
 
     Args:
-        identity: who we are.
+        identity: of this worker.
         model_thread: an executor of one thread, which alone touches the engine's runner.
     """
 
@@ -111,9 +111,9 @@ class GpuWorkerService(gpuworker_pb2_grpc.GpuWorkerServicer):
         await self._is_device_lost.wait()
 
     async def drain(self, timeout_s: float) -> bool:
-        """Takes no new stream, tells the one there is, and waits until every row is freed.
+        """Refuses new streams, announces draining, and waits until all rows are free.
 
-        False when that took too long.
+        Returns False if that took longer than the timeout.
         """
         self._is_draining = True
         if self._stream is not None:
@@ -126,7 +126,7 @@ class GpuWorkerService(gpuworker_pb2_grpc.GpuWorkerServicer):
         return True
 
     def close_stream(self) -> None:
-        """Ends the stream there is; its scheduler is told to go on elsewhere."""
+        """Ends the current stream; its scheduler moves the requests to another worker."""
         self._end_stream(unavailable("DRAINED", "this worker has shut down; use another"))
 
     async def Describe(
@@ -234,7 +234,7 @@ class GpuWorkerService(gpuworker_pb2_grpc.GpuWorkerServicer):
     def _step(
         self, engine: LoadedModel, stream: _Stream, plan: StepPlan
     ) -> "asyncio.Future[StepResult]":
-        """Has a stream's plan run; dropped if the stream is over by then."""
+        """Runs a stream's plan; the plan is dropped if the stream has ended by then."""
         launch = partial(_if_current, stream, partial(engine.runner.launch, plan))
         step = self._pipeline.submit(launch, lambda pending: _if_current(stream, pending.finish))
         if plan.traceparent:
@@ -245,7 +245,7 @@ class GpuWorkerService(gpuworker_pb2_grpc.GpuWorkerServicer):
         return self._noted(asyncio.get_running_loop().run_in_executor(self._model_thread, work))
 
     def _noted(self, future: "asyncio.Future[T]") -> "asyncio.Future[T]":
-        """Counts work until it is done."""
+        """Counts work in flight until it is done."""
         self._num_queued += 1
         self._is_idle.clear()
         future.add_done_callback(self._note_done)
@@ -256,7 +256,7 @@ class GpuWorkerService(gpuworker_pb2_grpc.GpuWorkerServicer):
         # With nothing queued, the model's thread is not using the rows: they can be looked at.
         if self._num_queued == 0 and not self._require_engine().runner.num_requests:
             self._is_idle.set()
-        # Seen by that, too: nobody waits for a step whose stream is over.
+        # Marks the error as retrieved: no writer waits for a step whose stream has ended.
         if not future.cancelled() and isinstance(future.exception(), torch.AcceleratorError):
             self._is_device_lost.set()
 
@@ -271,7 +271,7 @@ class GpuWorkerService(gpuworker_pb2_grpc.GpuWorkerServicer):
 
 
 def _end_broken(stream: _Stream, reader: "asyncio.Task[None]") -> None:
-    """Ends a stream whose reader failed in a way nobody foresaw; it would wait for ever."""
+    """Ends a stream whose reader failed unexpectedly; its writer would wait for ever."""
     if not reader.cancelled() and (error := reader.exception()) is not None:
         logger.error("reading plans failed", exc_info=error)
         stream.results.put_nowait(
@@ -284,7 +284,7 @@ class _StaleStreamError(Exception):
 
 
 def _if_current(stream: _Stream, work: Callable[[], T]) -> T:
-    """Work on the model's thread for a stream, unless that is over."""
+    """Runs work on the model's thread, unless its stream has ended."""
     if not stream.is_current:
         raise _StaleStreamError
     return work()

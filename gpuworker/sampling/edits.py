@@ -10,7 +10,7 @@ from gpuworker.core.plan import Float32Array, Int32Array, Int64Array
 
 @dataclass(frozen=True, slots=True)
 class HostEdits:
-    """What is added to single logits of a step, minus infinity to forbid: [num_edits] each."""
+    """Values to add to single logits of a step, -inf to forbid a token: [num_edits] each."""
 
     samples: Int32Array
     token_ids: Int32Array

@@ -22,7 +22,7 @@ class LogprobTensors:
     top_logprobs: torch.Tensor
 
     def columns(self) -> LogprobColumns:
-        """Once they have arrived."""
+        """The columns, once the copy to the host is complete."""
         return LogprobColumns(
             token_ids=self.token_ids.numpy().astype(np.int32),
             logprobs=self.logprobs.numpy(),

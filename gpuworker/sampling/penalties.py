@@ -1,8 +1,8 @@
 """Which tokens each row's prompt and output have, on the device, where the next step needs them.
 
-A step may be launched before the tokens of the last one are known on the host, so counts are kept
-where tokens are chosen. Rows without penalties are not kept up, and nothing is allocated before the
-first row that has some.
+A step may be launched before the host knows the tokens of the step before, so the counts are kept
+on the device. Only rows with penalties are counted, and nothing is allocated before the first of
+them.
 """
 
 import numpy as np
@@ -31,7 +31,7 @@ class PenaltyState:
         self._vocab_size = vocab_size
         self._device = device
         self._transfers = transfers
-        # Kernels take tensors that they do not read, while there are no penalties.
+        # Placeholders: without penalties the kernels do not read them.
         self.output_counts = torch.zeros((1, 1), dtype=torch.int16, device=device)
         self.prompt_bits = torch.zeros((1, 1), dtype=torch.int32, device=device)
 

@@ -1,7 +1,7 @@
 """The batched sampler: one token for each place of a step that samples, chosen on the device.
 
-It waits for nothing. What a later step needs of its tokens stays on the device: each row's last
-token, and how often rows with penalties have each token.
+The sampler does not wait for the device. What later steps need stays there: the last token of each
+row, and the token counts of rows with penalties.
 """
 
 from collections.abc import Sequence
@@ -21,7 +21,7 @@ from gpuworker.step_inputs import SampleColumns
 
 @dataclass(frozen=True, slots=True)
 class SampledTokens:
-    """What was chosen, on the device; where not is_finite a token means nothing."""
+    """Sampled tokens on the device; a token is meaningless where is_finite is False."""
 
     token_ids: torch.Tensor  # [num_samples] int32
     is_finite: torch.Tensor  # [num_samples] bool
@@ -53,7 +53,7 @@ class Sampler:
         self._no_bits = torch.zeros((1, 1), dtype=torch.int32, device=device)
 
     def place(self, requests: Sequence[RowRequest], rows: InputBatch) -> None:
-        """Takes in requests that are new in their rows."""
+        """Prepares the state of requests that are new in their rows."""
         for request in requests:
             if rows.slots.has_penalties[request.row]:
                 self._penalties.place(request)
@@ -72,7 +72,7 @@ class Sampler:
         # A sum is not finite when a term is not, and reads the logits once.
         is_finite = torch.isfinite(logits.sum(-1))
         if not len(logits):
-            # A device refuses to start nothing.
+            # A device cannot launch an empty grid.
             return SampledTokens(columns.slots, is_finite, None)
         edits = logit_edits(batch, rows)
         if edits is not None:

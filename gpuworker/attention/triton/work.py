@@ -1,9 +1,8 @@
-"""How a step's attention is cut into work items: who computes which queries over which keys.
+"""Cuts a step's attention into work items: which program computes which queries and keys.
 
 A tile is some queries of one request. Tiles whose context is long against the step's total are
-split, so that few long requests fill the device as well as many short ones; it makes no difference
-whether a tile is a decode, a few drafts to verify or a piece of a prefill. It knows numpy and
-nothing of devices.
+split, so that few long requests fill the device as well as many short ones. Decodes, drafts to
+verify and prefill chunks are all tiles.
 """
 
 from dataclasses import dataclass
@@ -135,7 +134,7 @@ def _sorted_items(
 ) -> Int32Array:
     """Items of their columns, longest first: [num_items, ITEM_FIELDS].
 
-    The last items to start are then short, and none is left running alone.
+    The items that start last are then short, so that no long item runs alone at the end.
     """
     items = np.zeros((len(start), ITEM_FIELDS), dtype=np.int32)
     for field, column in enumerate((*columns, start, end, partial_row)):
@@ -145,7 +144,7 @@ def _sorted_items(
 
 
 def clear_items(first_token: int, num_tokens: int, tile: TileShape) -> Int32Array:
-    """Items that write zeros to tokens that belong to nobody: [num_items, ITEM_FIELDS]."""
+    """Items that write zeros to padding tokens: [num_items, ITEM_FIELDS]."""
     starts = np.arange(0, num_tokens, tile.block_queries)
     items = np.zeros((len(starts), ITEM_FIELDS), dtype=np.int32)
     items[:, 1] = first_token + starts
