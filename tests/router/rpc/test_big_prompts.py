@@ -95,6 +95,7 @@ async def test_a_refused_prompt_is_freed_without_a_garbage_collection(stack):
     try:
         await refusal_of(stack.generate("hello " * 600_000))
         await stack.until(lambda: stack.is_empty)
-        assert not [held for held in gc.get_objects() if isinstance(held, TextPrompt)]
+        # Not isinstance, which asks every object in the process for its class: some of torch warn.
+        assert not [held for held in gc.get_objects() if type(held) is TextPrompt]
     finally:
         gc.enable()
