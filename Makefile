@@ -45,7 +45,7 @@ check-kernels: $(STAMP) ## Compile the GPU kernels for every target, no GPU need
 bench-gpu: $(STAMP) ## Measure kernels and whole models on the GPU that is here
 	@$(BIN)/python -m benchmarks.gpu $(ARGS)
 
-bench-host: $(STAMP) ## What a step costs the worker's Python, with its model stubbed
+bench-host: $(STAMP) ## What a step costs the worker's host: Python, and attention on the CPU
 	@$(BIN)/python -m benchmarks.host_time $(ARGS)
 
 bench: $(STAMP) ## Serve the small real model here and load it in three ways
