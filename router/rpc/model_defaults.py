@@ -34,11 +34,10 @@ class ModelDefaults:
         A default max_tokens must not make min_tokens of the request an error, so admission applies
         it.
         """
-        merged = common_pb2.SamplingParams()
-        merged.CopyFrom(self.sampling)
-        merged.ClearField("max_tokens")
-        merged.MergeFrom(sampling)
-        sampling.CopyFrom(merged)
+        given = {descriptor.name for descriptor, _ in sampling.ListFields()}
+        for descriptor, value in self.sampling.ListFields():
+            if descriptor.name not in given | {"max_tokens"}:
+                setattr(sampling, descriptor.name, value)
 
     def max_tokens(self, *, is_chat: bool) -> int | None:
         """Tokens of a request that does not say; None: as many as fit."""
