@@ -30,7 +30,7 @@ class FakeInference(inference_pb2_grpc.InferenceServicer):
         return [request_id for request_id in ids if self.state_by_id[request_id] == "RUNNING"]
 
     async def wait_for_state(self, request_id: str, state: str) -> None:
-        async with self.changed, asyncio.timeout(10):
+        async with self.changed, asyncio.timeout(60):
             await self.changed.wait_for(lambda: self.state_by_id.get(request_id) == state)
 
     async def _set(self, request_id: str, state: str) -> None:

@@ -11,7 +11,7 @@ from tests.router.stack import running_stack
 async def _no_task_is_left():
     before = asyncio.all_tasks()
     yield
-    async with asyncio.timeout(10):
+    async with asyncio.timeout(60):
         while left := asyncio.all_tasks() - before - {asyncio.current_task()}:
             await asyncio.wait(left, timeout=0.05)
 

@@ -63,7 +63,7 @@ async def test_serves_then_drains_on_sigterm_and_exits_well(folder):
             asked = health_pb2.HealthCheckRequest(service="headrace.v1.Inference")
             assert (await health.Check(asked)).status == health_pb2.HealthCheckResponse.SERVING
             process.send_signal(signal.SIGTERM)
-            async with asyncio.timeout(10):
+            async with asyncio.timeout(60):
                 async for answer in health.Watch(asked):
                     if answer.status == health_pb2.HealthCheckResponse.NOT_SERVING:
                         break

@@ -46,7 +46,7 @@ class Terminal:
 
     def expect(self, text):
         """Reads until the text has come; returns what came before it."""
-        end = time.monotonic() + 10
+        end = time.monotonic() + 60
         while text not in self._seen:
             assert self._read(end - time.monotonic()), f"no {text!r} in {self._seen!r}"
         before, _, self._seen = self._seen.partition(text)
@@ -63,7 +63,7 @@ class Terminal:
 
     def interrupt(self, until):
         """Ctrl-C as an impatient user does it: readline loses one that comes with its prompt."""
-        end = time.monotonic() + 10
+        end = time.monotonic() + 60
         while until not in self._seen:
             assert time.monotonic() < end, f"no {until!r} in {self._seen!r}"
             self.process.send_signal(signal.SIGINT)

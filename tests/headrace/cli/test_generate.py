@@ -88,7 +88,7 @@ def state_of(headrace, request_id):
 
 
 def wait_for_state(headrace, request_id, state):
-    end = time.monotonic() + 10
+    end = time.monotonic() + 60
     while (now := state_of(headrace, request_id)) != state:
         assert time.monotonic() < end, f"is {now}, not {state}"
         time.sleep(0.05)
@@ -106,7 +106,7 @@ def test_ctrl_c_ends_the_request_on_the_server(command, headrace):
     process = command("generate", "wait hang", "--request-id", "ctrl-c")
     assert process.stdout.read(4) == b"wait"
     process.send_signal(signal.SIGINT)
-    _, errors = process.communicate(timeout=10)
+    _, errors = process.communicate(timeout=60)
     assert process.returncode == 130
     assert b"Traceback" not in errors
     wait_for_state(headrace, "ctrl-c", "ABORTED")

@@ -74,5 +74,5 @@ def test_top_goes_on_until_ctrl_c(command):
         while b"in the router" not in process.stdout.readline():
             pass
     process.send_signal(signal.SIGINT)
-    _, errors = process.communicate(timeout=10)
+    _, errors = process.communicate(timeout=60)
     assert (process.returncode, errors) == (130, b"")

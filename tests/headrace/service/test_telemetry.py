@@ -210,7 +210,7 @@ def test_a_collector_that_is_not_there_does_not_hold_up_the_end():
             pass
         begin = time.monotonic()
         on.shutdown()
-    assert time.monotonic() - begin < 8
+    assert time.monotonic() - begin < 30
 
 
 @pytest.mark.parametrize(

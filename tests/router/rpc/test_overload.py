@@ -129,18 +129,17 @@ async def test_a_deadline_behind_a_longer_queue_is_dropped_before_any_work():
 async def test_a_deadline_out_of_reach_is_refused_at_once():
     async with slots() as stack:
         await with_slots(stack, 1)
-        calls = [stack.generate("h w" * 100, sampling={"max_tokens": 1}) for _ in range(40)]
-        await stack.until(lambda: stack.router.num_queued == 38)
+        calls = [stack.generate("h w" * 100, sampling={"max_tokens": 1}) for _ in range(200)]
+        await stack.until(lambda: stack.router.num_queued == 198)
         rate = stack.router._dispatcher.rate(MODEL)
         while rate.tokens_per_s is None:
             stack.scheduler.step()
             await asyncio.sleep(0.1)
         wait_s = rate.predicted_wait_s(stack.router._dispatcher.queue.of(MODEL).tokens_ahead(""))
         assert wait_s > 0.5
-        began = time.monotonic()
         error = await refusal_of(stack.generate(deadline=in_seconds(wait_s / 4)))
+        # Another reason if the deadline had passed meanwhile.
         assert error.reason == "DEADLINE_OUT_OF_REACH"
-        assert time.monotonic() - began < wait_s / 4
         await serve_all(stack, calls)
 
 

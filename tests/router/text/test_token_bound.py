@@ -143,10 +143,12 @@ def test_a_tokenizer_without_a_bound_claims_nothing():
     assert TextTokenizer(copy_of(metaspace_tokenizer())).least_tokens("hello" * 1000, MUCH) == 0
 
 
-def test_the_real_model_tells_of_megabytes_in_milliseconds(model_path):
+def test_the_real_model_tells_of_megabytes_in_less_than_it_takes_to_read_a_tenth(model_path):
     tokenizer = load_model_text(model_path).tokenizer
     prose = "The quick brown fox jumps over the lazy dog; then 12 things happened. " * 45_000
     for text in (prose, "漢字" * 500_000, "\u00e9" + prose, "=" * 3_000_000):
-        began = time.perf_counter()
+        began = time.process_time()
         assert tokenizer.least_tokens(text, 8192) > 8192
-        assert time.perf_counter() - began < 0.1
+        told = time.process_time()
+        tokenizer.encode(text[: len(text) // 10], add_special_tokens=False)
+        assert told - began < time.process_time() - told
