@@ -1,9 +1,9 @@
 """Paged attention with torch's batched matrix products: for CPUs, and correct on any device.
 
-Every query's result has the same bits whatever else is in the batch and however its context was
-cut into chunks: keys are taken in tiles that start at multiples of TILE, each product has the fixed
-depth head_dim or TILE, and tiles are added in order. Products of fewer than MIN_ROWS rows, which
-another kernel would handle, are padded.
+The bits of a query's result depend neither on the rest of the batch nor on how the prefill was
+chunked. Keys are read in tiles that start at multiples of TILE, each product has the fixed depth
+head_dim or TILE, and tiles are added in order. Products of fewer than MIN_ROWS rows are padded,
+because BLAS computes them with another kernel.
 """
 
 from collections import defaultdict
@@ -27,19 +27,20 @@ from gpuworker.attention.interface import (
 )
 
 TILE = 128
-# BLAS takes a matrix-vector kernel with another summation order below this.
+# With fewer rows BLAS uses a matrix-vector kernel, which sums in another order.
 MIN_ROWS = 4
-# Scores of one piece of a long prefill stay near the caches: 128 * 9 heads * 2048 keys is 9 MB.
+# Queries per piece of a long prefill, so that the scores about fit the caches:
+# 128 * 9 heads * 2048 keys is 9 MB.
 MAX_QUERIES = 128
 
 
 class TorchAttention(AttentionBackend):
-    """Gathers each request's tiles and multiplies; one-token requests are batched.
+    """Copies each request's KV tiles together and multiplies; one-token requests are batched.
 
     Args:
-        shape: the pool of each layer.
+        shape: size of each layer's pool.
         num_heads: query heads; a multiple of the KV heads.
-        device: where the pool is.
+        device: the pool's device.
 
     Raises:
         ValueError: the block size does not divide TILE.
@@ -58,9 +59,9 @@ class TorchAttention(AttentionBackend):
 
 @dataclass(frozen=True, slots=True)
 class _Piece:
-    """Requests with equally many queries and key tiles, attended in one go.
+    """Requests with equally many queries and key tiles, computed in one batched product.
 
-    num_queries counts padding: the last query repeated until there are MIN_ROWS rows a KV head.
+    num_queries counts padding: the last query is repeated up to MIN_ROWS rows per KV head.
     """
 
     query_index: torch.Tensor  # [num_reqs * num_queries] rows of the step's query
@@ -110,7 +111,7 @@ class _TorchStep(PreparedStep):
         kv_heads, head_dim = self._kv_shape.num_kv_heads, self._kv_shape.head_dim
         num_reqs, num_keys = piece.is_unused.shape[0], piece.is_unused.shape[2]
         queries = query.index_select(0, piece.query_index).float() * layer.scale
-        # A KV head's queries become rows of one product: (group, query) for each request.
+        # All queries of a KV head are rows of one product: (group, query) for each request.
         queries = (
             queries.view(num_reqs, piece.num_queries, kv_heads, self._group, head_dim)
             .permute(0, 2, 3, 1, 4)
@@ -147,7 +148,7 @@ class _TorchStep(PreparedStep):
         return rows.float().view(num_reqs, shape.num_kv_heads, -1, shape.head_dim)
 
     def _cut(self, window: int | None) -> list[_Piece]:
-        """Cuts the batch into pieces: decodes by their number of tiles, the rest one by one."""
+        """Cuts the batch into pieces: decodes grouped by number of tiles, other requests alone."""
         num_queries = np.diff(self._shape.query_start_loc)
         first_keys = self._first_keys(num_queries, window)
         num_tiles = -(-(self._shape.seq_lens - first_keys) // TILE)
@@ -155,7 +156,8 @@ class _TorchStep(PreparedStep):
         pieces = []
         for i in range(len(num_queries)):
             if num_queries[i] == 1:
-                # Powers of two: few pieces, and at most half of the tiles are padding.
+                # Rounding to powers of two gives few pieces, and at most half of the tiles are
+                # padding.
                 singles[1 << int(num_tiles[i] - 1).bit_length()].append(i)
             else:
                 pieces += self._cut_one(i, int(num_queries[i]), window)
@@ -170,7 +172,7 @@ class _TorchStep(PreparedStep):
     def _first_keys(
         self, num_queries: NDArray[np.integer], window: int | None
     ) -> NDArray[np.integer]:
-        """First key that each request's first query sees, rounded down to a tile: [num_reqs]."""
+        """First key visible to each request's first query, rounded down to a tile: [num_reqs]."""
         if window is None:
             return np.zeros_like(num_queries)
         first_positions = self._shape.seq_lens - num_queries
@@ -178,7 +180,7 @@ class _TorchStep(PreparedStep):
         return firsts
 
     def _cut_one(self, i: int, num_queries: int, window: int | None) -> list[_Piece]:
-        """Cuts one request's queries; each piece sees only the tiles up to its last query."""
+        """Cuts one request's queries; a piece reads only the tiles up to its last query."""
         pieces = []
         seq_len = int(self._shape.seq_lens[i])
         first_row = int(self._shape.query_start_loc[i])
@@ -202,12 +204,12 @@ class _TorchStep(PreparedStep):
         keys: NDArray[np.integer],
         window: int | None,
     ) -> _Piece:
-        """Puts a piece together.
+        """Builds a piece: the gather indices and masks of its requests.
 
         Args:
-            reqs: [num_reqs].
+            reqs: [num_reqs] indices of the requests in the step.
             queries: [num_reqs, num_queries] rows of the step's query.
-            positions: [num_reqs, num_queries] their positions.
+            positions: [num_reqs, num_queries] positions of these queries.
             keys: [num_reqs, num_keys] positions of the keys, whole tiles.
             window: sliding window or None.
         """
@@ -231,7 +233,7 @@ class _TorchStep(PreparedStep):
             blocks[:, None, :] * shape.num_kv_heads + np.arange(shape.num_kv_heads)[:, None]
         )
         is_unused = keys >= self._shape.seq_lens[reqs][:, None]
-        # Unused table entries may hold anything: blocks past the context are read as block 0.
+        # Unused block table entries may hold any number, so block 0 is read in their place.
         past = keys[:, :: shape.block_size] >= self._shape.seq_lens[reqs][:, None]
         blocks_by_head[np.broadcast_to(past[:, None, :], blocks_by_head.shape)] = 0
         return _Piece(

@@ -1,8 +1,8 @@
-"""Paged attention by the FlashInfer library, where it is installed: an alternative on NVIDIA GPUs.
+"""Paged attention with the FlashInfer library, an optional backend for NVIDIA GPUs.
 
-Its wrappers plan on the host, once a step for each kind of layer, so steps are not replayed from
-graphs. Requests with one query go through its decode kernels, all others through its prefill
-kernels. The layout of the pool is the one FlashInfer calls HND.
+FlashInfer's wrappers plan on the host, once per step and kind of layer, so steps are not replayed
+from CUDA graphs. Requests with one query run in FlashInfer's decode kernels, all others in its
+prefill kernels. The layout of the pool is the one that FlashInfer calls HND.
 """
 
 from collections.abc import Iterator
@@ -25,19 +25,19 @@ from gpuworker.attention.interface import (
 
 _HEAD_DIMS = {64, 128, 256}
 _DTYPES = {torch.float16, torch.bfloat16}
-# What the library recommends; used by one kernel at a time.
+# The size that FlashInfer recommends. One kernel at a time uses the workspace.
 _WORKSPACE_BYTES = 128 << 20
-# From this many query heads a KV head on, a decode is faster on tensor cores.
+# With at least this many query heads per KV head, a decode is faster on tensor cores.
 _TENSOR_CORE_GROUP = 4
 
 
 class FlashInferUnavailableError(Exception):
-    """FlashInfer is not installed, or does not support this model; the message says which."""
+    """FlashInfer is not installed or does not support this model; the message says which."""
 
 
 @dataclass(frozen=True, slots=True)
 class FlashInferSetup:
-    """What attention is built for; dtype is of queries."""
+    """The model that attention is built for; dtype is the type of queries."""
 
     shape: KvShape
     num_heads: int
@@ -46,15 +46,15 @@ class FlashInferSetup:
 
 
 class FlashInferAttention(AttentionBackend):
-    """The library's attention on one device.
+    """FlashInfer's attention on one device.
 
     Args:
         setup: the model.
-        device: where tensors live.
-        library: `load()`.
+        device: the device of all tensors.
+        library: the module that `load()` returns.
 
     Raises:
-        FlashInferUnavailableError: the library does not support this model.
+        FlashInferUnavailableError: FlashInfer does not support this model.
     """
 
     def __init__(self, setup: FlashInferSetup, device: torch.device, library: ModuleType) -> None:
@@ -66,7 +66,7 @@ class FlashInferAttention(AttentionBackend):
         self.setup = setup
         self.device = device
         self._library = library
-        # The library expects zeros at the first use.
+        # FlashInfer requires a zeroed workspace at the first use.
         self._workspace = torch.zeros(_WORKSPACE_BYTES, dtype=torch.uint8, device=device)
         self._kernels: dict[tuple[AttentionLayer, bool], _Kernels] = {}
 
@@ -74,7 +74,7 @@ class FlashInferAttention(AttentionBackend):
         return _FlashInferStep(shape, self)
 
     def kernels(self, layer: AttentionLayer, *, is_decode: bool) -> "_Kernels":
-        """The library's object for one kind of layer, which holds the plan of one step."""
+        """The FlashInfer wrapper for one kind of layer; a wrapper holds the plan of one step."""
         name = (layer, is_decode)
         if name not in self._kernels:
             wrapper = self._make_wrapper(is_decode=is_decode)
@@ -91,10 +91,10 @@ class FlashInferAttention(AttentionBackend):
 
 
 class _Kernels:
-    """A wrapper of the library, whose plans wait for each other.
+    """A FlashInfer wrapper that plans a step only after the last plan was copied to the device.
 
-    A plan is copied to the device from memory that the next one overwrites, and the host may be a
-    step ahead.
+    Plans share one host buffer, and the host may be a step ahead of the device: without the wait,
+    a new plan could overwrite the buffer during the copy.
     """
 
     def __init__(self, wrapper: Any, device: torch.device) -> None:
@@ -105,7 +105,7 @@ class _Kernels:
             self._copied = torch.cuda.Event()  # type: ignore[no-untyped-call]
 
     def plan(self, *arguments: Any, **options: Any) -> None:
-        """Plans a step, as the method of the wrapper does."""
+        """Plans a step, with the arguments of the wrapper's own `plan`."""
         if self._copied is not None:
             self._copied.synchronize()
         self._plan(*arguments, **options)
@@ -115,13 +115,13 @@ class _Kernels:
 
 @dataclass(frozen=True, slots=True)
 class _Part:
-    """Requests of a step that go through the same kernels, as the library wants them.
+    """Requests of a step that run in the same kernels, in FlashInfer's format.
 
-    Host tensors, int32: the library plans on the host and copies to the device.
+    Tensors are int32 on the host: FlashInfer plans there and copies the plan to the device.
     """
 
     is_decode: bool
-    tokens: torch.Tensor | None  # [num_tokens] int64 on the device; None is all of the step's
+    tokens: torch.Tensor | None  # [num_tokens] int64 on the device; None: all tokens of the step
     query_starts: torch.Tensor  # [num_reqs + 1]
     page_starts: torch.Tensor  # [num_reqs + 1]
     pages: torch.Tensor  # [page_starts[-1]]
@@ -169,7 +169,7 @@ class _FlashInferStep(PreparedStep):
         window = layer.sliding_window
         options: dict[str, Any] = {
             "sm_scale": layer.scale,
-            # Number of keys before the query; -1 is all.
+            # Number of keys before the query; -1 means all.
             "window_left": -1 if window is None else window - 1,
             "logits_soft_cap": layer.soft_cap,
             "q_data_type": setup.dtype,
@@ -183,7 +183,7 @@ class _FlashInferStep(PreparedStep):
 
 
 def _parts(shape: StepShape, page: int, device: torch.device) -> Iterator[_Part]:
-    """The requests with one query, and the others."""
+    """Splits a step into the requests with one query and all other requests."""
     queries = np.diff(shape.query_start_loc)
     for is_decode in (True, False):
         members = np.flatnonzero((queries == 1) == is_decode)
@@ -212,10 +212,10 @@ def _host(values: NDArray[np.integer]) -> torch.Tensor:
 
 
 def load() -> ModuleType:
-    """The library, imported only when it was chosen.
+    """Imports FlashInfer; called only when this backend is chosen.
 
     Raises:
-        FlashInferUnavailableError: the library is not installed.
+        FlashInferUnavailableError: FlashInfer is not installed.
     """
     try:
         import flashinfer

@@ -1,7 +1,7 @@
-"""The one interface of attention: a flat mixed batch over a paged KV cache.
+"""The interface of every attention backend: a flat mixed batch over a paged KV cache.
 
-Prefill chunks, decodes and speculative rows are requests of one batch that differ only in how many
-queries they have. A backend prepares a step once (`prepare`) and then serves every layer of it.
+Prefill chunks, decodes and drafts to verify are requests of one batch; they differ only in their
+number of queries. A backend prepares a step once (`prepare`), then computes each layer with it.
 """
 
 from dataclasses import dataclass
@@ -19,10 +19,10 @@ FLOAT8_TYPES = (torch.float8_e4m3fn, torch.float8_e4m3fnuz)
 
 @dataclass(frozen=True, slots=True)
 class AttentionLayer:
-    """What differs between layers: the score scale, window and soft cap.
+    """The parameters that differ between layers: score scale, window and soft cap.
 
-    sliding_window: a query at position p sees keys in (p - window, p]; None sees all.
-    soft_cap: scores become cap * tanh(score / cap); None leaves them.
+    sliding_window: a query at position p sees keys in (p - window, p]; None: all keys up to p.
+    soft_cap: scores become cap * tanh(score / cap); None: scores are unchanged.
     """
 
     scale: float
@@ -42,9 +42,10 @@ class KvShape:
 
 @dataclass(frozen=True, slots=True)
 class LayerKv:
-    """One layer's pool; each is [num_blocks, num_kv_heads, block_size, head_dim].
+    """One layer's key and value pools, [num_blocks, num_kv_heads, block_size, head_dim] each.
 
-    A head's block is contiguous, so that one descriptor or one pointer walks it.
+    The part of a block that belongs to one head is contiguous: a kernel reads that part with one
+    descriptor or one pointer.
     """
 
     key: torch.Tensor
@@ -53,13 +54,13 @@ class LayerKv:
 
 @dataclass(frozen=True, slots=True)
 class StepShape:
-    """Where a step's tokens stand, as host arrays; see FlatBatch."""
+    """The arrays of a FlatBatch that attention reads, on the host."""
 
     query_start_loc: Int32Array  # [num_reqs + 1]
     seq_lens: Int32Array  # [num_reqs]
     slot_mapping: Int64Array  # [num_tokens]
     block_table: Int32Array  # [num_reqs, max_blocks]
-    num_padded_tokens: int  # rows of query, key and value; those past num_tokens mean nothing
+    num_padded_tokens: int  # rows of query, key and value; rows past num_tokens are padding
 
     @staticmethod
     def of(batch: FlatBatch, num_padded_tokens: int) -> "StepShape":
@@ -77,7 +78,7 @@ class StepShape:
         return len(self.slot_mapping)
 
     def padded_slots(self) -> Int32Array:
-        """The slot of each row, NO_SLOT for those past num_tokens: [num_padded_tokens]."""
+        """The slot of each row, NO_SLOT for padding rows: [num_padded_tokens]."""
         slots = np.full(self.num_padded_tokens, NO_SLOT, dtype=np.int32)
         slots[: self.num_tokens] = self.slot_mapping
         return slots
@@ -88,9 +89,9 @@ class PreparedStep(Protocol):
 
     @property
     def has_fixed_layout(self) -> bool:
-        """Whether addresses and launches depend on the padded size alone.
+        """Whether tensor addresses and kernel launches depend on num_padded_tokens alone.
 
-        A CUDA graph captured of such a step can be replayed for any other of that size.
+        A CUDA graph captured from such a step can be replayed for any other step of that size.
         """
         return False
 
@@ -99,14 +100,14 @@ class PreparedStep(Protocol):
         """[num_padded_tokens] int32 on the device; NO_SLOT for rows past num_tokens."""
 
     def write(self, kv: LayerKv, key: torch.Tensor, value: torch.Tensor) -> None:
-        """Puts the step's keys and values in their slots; what does not fit is clamped.
+        """Writes the step's keys and values to their slots, clamped to the pool's type.
 
-        Only for devices without fused kernels, which write by `slots`.
+        Only for devices without fused kernels; fused kernels write to `slots` themselves.
 
         Args:
             kv: the layer's pool, changed in place.
             key: [num_padded_tokens, num_kv_heads, head_dim].
-            value: as key.
+            value: the same shape as key.
         """
         block_size = kv.key.shape[2]
         tokens = (self.slots >= 0).nonzero().squeeze(1)
@@ -120,7 +121,7 @@ class PreparedStep(Protocol):
 
         Args:
             query: [num_padded_tokens, num_heads, head_dim].
-            kv: the layer's pool, holding this step's keys and values too.
+            kv: the layer's pool; this step's keys and values are already written.
             layer: scale, window, soft cap.
 
         Returns:
@@ -130,16 +131,16 @@ class PreparedStep(Protocol):
 
 
 class AttentionBackend(Protocol):
-    """Prepares steps; one backend serves the whole model."""
+    """Prepares steps; a worker has one backend for all layers."""
 
     def prepare(self, shape: StepShape) -> PreparedStep:
         """Does the host-side work of a step once, for all layers."""
 
 
 def narrowed(values: torch.Tensor, dtype: torch.dtype) -> torch.Tensor:
-    """Keys or values in a pool's type.
+    """Converts keys or values to a pool's type.
 
-    Values beyond the range of an eight-bit type are clamped; conversion alone would give NaN.
+    Values beyond the range of an eight-bit type are clamped; a plain conversion would give NaN.
     """
     if dtype in FLOAT8_TYPES:
         limit = torch.finfo(dtype).max
@@ -148,7 +149,7 @@ def narrowed(values: torch.Tensor, dtype: torch.dtype) -> torch.Tensor:
 
 
 def movable(values: torch.Tensor) -> torch.Tensor:
-    """A view in a type that torch can gather and scatter, as it cannot eight-bit floats."""
+    """A view in a type that torch can gather and scatter; torch cannot do so for 8-bit floats."""
     return values.view(torch.uint8) if values.dtype in FLOAT8_TYPES else values
 
 

@@ -1,7 +1,7 @@
-"""Paged attention on a CPU by a kernel compiled for this machine: see paged.cpp.
+"""Paged attention on a CPU, with a C++ kernel compiled for this machine (paged.cpp).
 
-The kernel reads keys and values in place, so a decode reads the bytes of its context once. The bits
-of a query's result do not depend on the other requests of the batch.
+The kernel reads keys and values in place, so a decode reads its context's KV once. The bits of a
+query's result do not depend on the other requests of the batch.
 """
 
 import ctypes
@@ -22,13 +22,13 @@ from gpuworker.attention.interface import (
 from gpuworker.attention.native_library import NativeUnavailableError, load_library
 
 TILE = 16
-# A piece's queries, keys and outputs stay in the first-level cache.
+# Rows per piece, so that its queries, keys and outputs fit the first-level cache.
 _MAX_PIECE_ROWS = 48
 _SUFFIXES = {torch.float32: "float32", torch.bfloat16: "bfloat16"}
 
 
 class _Step(ctypes.Structure):
-    """paged.cpp's Step."""
+    """The struct Step of paged.cpp."""
 
     _fields_ = (
         ("query_start_loc", ctypes.c_void_p),
@@ -49,7 +49,7 @@ class _Step(ctypes.Structure):
 
 
 class _LayerArguments(ctypes.Structure):
-    """paged.cpp's Layer."""
+    """The struct Layer of paged.cpp."""
 
     _fields_ = (
         ("query_stride", ctypes.c_int64),
@@ -62,13 +62,13 @@ class _LayerArguments(ctypes.Structure):
 
 
 class NativeAttention(AttentionBackend):
-    """The compiled kernel.
+    """Attention with the compiled kernel.
 
     Args:
-        shape: the pool of each layer.
+        shape: size of each layer's pool.
         num_heads: query heads; a multiple of the KV heads.
-        dtype: of queries.
-        kv_dtype: of the pool.
+        dtype: type of queries.
+        kv_dtype: type of the pool.
 
     Raises:
         NativeUnavailableError: the kernel cannot be built here, or does not support these sizes or
@@ -102,7 +102,7 @@ class _NativeStep(PreparedStep):
         group = backend.num_heads // kv_shape.num_kv_heads
         max_queries = max(_MAX_PIECE_ROWS // group, 1)
         pieces = _cut(np.diff(shape.query_start_loc), max_queries)
-        # Keeps the arrays alive: the step holds pointers into them.
+        # Keeps the arrays alive: `_Step` holds pointers into them.
         self._arrays = (
             np.ascontiguousarray(shape.query_start_loc, dtype=np.int32),
             np.ascontiguousarray(shape.seq_lens, dtype=np.int32),
@@ -154,7 +154,11 @@ class _NativeStep(PreparedStep):
 
 
 def _cut(num_queries: NDArray[np.integer], max_queries: int) -> NDArray[np.int32]:
-    """Pieces of at most max_queries: [num_pieces, 3] of request, first query, number of queries."""
+    """Cuts requests into pieces of at most max_queries.
+
+    Returns:
+        [num_pieces, 3]: request, first query, number of queries.
+    """
     counts = -(-num_queries // max_queries)
     request = np.repeat(np.arange(len(num_queries)), counts)
     rank = np.arange(len(request)) - np.repeat(np.cumsum(counts) - counts, counts)
@@ -164,7 +168,7 @@ def _cut(num_queries: NDArray[np.integer], max_queries: int) -> NDArray[np.int32
 
 
 def _dense_heads(x: torch.Tensor) -> torch.Tensor:
-    """The tensor, with a token's heads next to each other; tokens may be apart."""
+    """The tensor with each token's heads contiguous; tokens may be strided."""
     return x if x.stride(2) == 1 and x.stride(1) == x.shape[2] else x.contiguous()
 
 

@@ -1,7 +1,7 @@
-"""Builds paged.cpp for this very machine, once, and loads it.
+"""Compiles paged.cpp for this machine, once, and loads the library.
 
-Compiled with the processor's own instructions, the library only fits machines like this one: its
-name in the cache is a digest of the source, the compiler and the processor.
+The library uses all instruction sets of this processor and may not run on another. Its name in the
+cache is therefore a digest of the source, the compiler and the processor.
 """
 
 import ctypes
@@ -36,14 +36,14 @@ _COMPILE_TIMEOUT_S = 120.0
 
 
 class NativeUnavailableError(Exception):
-    """There is no compiler here, or it cannot build the library; the message says why."""
+    """No compiler is installed, or the library cannot be built; the message says why."""
 
 
 def load_library() -> ctypes.CDLL:
-    """The library, built if this machine has not built it before.
+    """Loads the library; compiles it first unless the cache has it.
 
     Raises:
-        NativeUnavailableError: it cannot be built or loaded here.
+        NativeUnavailableError: the library cannot be built or loaded on this machine.
     """
     named = os.environ.get("CXX") or next(filter(shutil.which, COMPILERS), "")
     compiler = shlex.split(named)
@@ -61,7 +61,7 @@ def load_library() -> ctypes.CDLL:
 
 
 def _digest(compiler: list[str]) -> str:
-    """Of everything that the library depends on."""
+    """Digest of everything that the library depends on."""
     version = _run([*compiler, "--version"]).stdout
     command = shlex.join([*compiler, *_FLAGS])
     parts = (_SOURCE.read_text(encoding="utf-8"), command, version, _processor())
@@ -79,13 +79,13 @@ def _processor() -> str:
 
 
 def _build(compiler: list[str], library: Path) -> None:
-    """Compiles in a temporary folder and renames, so that no process loads half a library."""
+    """Compiles in a temporary folder, then renames: no process loads a half-written library."""
     say("compiling the attention kernel, once for this processor")
     started = time.monotonic()
     with tempfile.TemporaryDirectory(dir=library.parent) as folder:
         draft = Path(folder) / library.name
         base = [*compiler, *_FLAGS, str(_SOURCE), "-o", str(draft)]
-        # Without OpenMP (Apple's clang) it works on one thread.
+        # Without OpenMP (Apple's clang) the library runs on one thread.
         done = _run([*base, "-fopenmp"])
         if done.returncode:
             done = _run(base)

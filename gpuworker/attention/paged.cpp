@@ -1,11 +1,11 @@
-// Paged attention on a CPU, over one flat mixed batch. Built by native.py with the machine's own
-// compiler; the definition of correct is reference.py.
+// Paged attention on a CPU, over one flat mixed batch. native_library.py compiles this file with
+// the machine's own compiler. The result must equal reference.py within a tolerance.
 //
-// A piece of work is (request, some of its queries, KV head): its rows are those queries times the
-// query heads that share the KV head. It walks the context in tiles of 16 keys that begin at
-// multiples of 16 and keeps a running maximum, sum and output for each row (online softmax). A
-// row's arithmetic is the same sequence of operations whichever other rows are in the piece, so
-// its bits do not depend on the batch, on chunking or on the number of threads.
+// A piece of work is (request, some of its queries, KV head). The rows of a piece are these queries
+// times the query heads that share the KV head. The kernel walks the context in tiles of 16 keys
+// that begin at multiples of 16, and keeps a running maximum, sum and output for each row (online
+// softmax). A row's arithmetic is the same sequence of operations whichever other rows are in the
+// piece, so a row's bits do not depend on the batch, on chunking or on the number of threads.
 
 #include <cstdint>
 #include <cstring>
@@ -16,8 +16,8 @@ namespace {
 
 constexpr int kTile = 16;
 
-// Floats of one vector register. Wider vectors would compile too, to code that keeps them in memory:
-// 16 of them made prefills 10 times slower on AVX2. Tests set LANES.
+// Floats per vector register. Wider vectors would also compile, but the compiler then keeps them in
+// memory: 16 lanes made prefills 10 times slower on AVX2. Tests set LANES.
 #if defined(LANES)
 constexpr int kLanes = LANES;
 #elif defined(__AVX512F__)
@@ -32,8 +32,8 @@ constexpr int kRegisters = 32;
 #else
 constexpr int kRegisters = 16;
 #endif
-// Vectors of a tile's keys, and what is worked on at once: rows of scores, and of outputs some
-// vectors wide. Half of the registers hold sums.
+// kParts: vectors per tile of keys. The rest is the register blocking: rows of scores computed at
+// once, and rows and vectors of outputs computed at once. Sums take half of the registers.
 constexpr int kParts = kTile / kLanes;
 constexpr int kScoreRows = kRegisters / (4 * kParts) > 1 ? kRegisters / (4 * kParts) : 2;
 constexpr int kOutputRows = kScoreRows > 4 ? 4 : kScoreRows;
@@ -67,7 +67,7 @@ inline Vec load(const uint16_t* p) {
 
 inline void from_float(float x, float* out) { *out = x; }
 
-// To bfloat16, to nearest and ties to even; NaN stays NaN.
+// Converts to bfloat16, rounding to nearest with ties to even; NaN stays NaN.
 inline void from_float(float x, uint16_t* out) {
   uint32_t bits;
   std::memcpy(&bits, &x, sizeof(bits));
@@ -104,7 +104,7 @@ inline Vec exp(Vec x) {
   return is_zero ? splat(0.0f) : result;
 }
 
-// tanh by exp, for soft caps; exact enough as the cap multiplies it.
+// tanh from exp, for soft caps. Its absolute error is small, which suffices: the cap scales it.
 inline Vec tanh(Vec x) {
   IntVec is_negative = x < splat(0.0f);
   Vec e = exp((is_negative ? x : -x) * 2.0f);
@@ -204,7 +204,7 @@ inline void accumulate_all(const float* weights, const float* decays, const floa
 
 }  // namespace
 
-// One step; arrays are the host's and live until its last call.
+// One step. The caller owns the arrays and keeps them alive until the step's last call.
 struct Step {
   const int32_t* query_start_loc;  // [num_reqs + 1]
   const int32_t* seq_lens;         // [num_reqs]
@@ -215,7 +215,7 @@ struct Step {
   int64_t num_heads, num_kv_heads, head_dim, block_size, num_threads;
 };
 
-// What differs between layers; strides are in elements from token to token.
+// The parameters that differ between layers. Strides are in elements, from token to token.
 struct Layer {
   int64_t query_stride, key_stride, value_stride, window;  // window 0: none
   float scale, soft_cap;                                   // soft_cap 0: none
@@ -279,7 +279,7 @@ struct Piece {
     for (int row = 0; row < rows(); ++row) finish(row);
   }
 
-  // Where a tile's keys (and values) lie in the pool.
+  // Offset of a tile's keys in the key pool, and of its values in the value pool.
   int64_t place(int64_t start) const {
     int64_t block = step.block_table[request * step.table_width + start / step.block_size];
     return ((block * step.num_kv_heads + kv_head) * step.block_size + start % step.block_size) *
@@ -290,7 +290,7 @@ struct Piece {
     int64_t left = step.seq_lens[request] - start;
     int num_keys = left < kTile ? int(left) : kTile;
     int64_t at = place(start);
-    // The next tile may lie anywhere, which the processor cannot foresee.
+    // The next tile may be in any block, so the hardware prefetcher cannot predict its address.
     if (left > kTile) {
       int64_t next = place(start + kTile);
       for (int64_t i = 0; i < kTile * dim(); i += 64 / int64_t(sizeof(T))) {
@@ -303,7 +303,7 @@ struct Piece {
     int row = 0;
     for (; row + kScoreRows <= rows(); row += kScoreRows)
       rows_of_tile<kScoreRows>(row, start, num_keys, values);
-    // Several rows at once hide the latency of each one's additions.
+    // Computing several rows at once hides the latency of each row's additions.
     if constexpr (kScoreRows > 4)
       for (; row + 4 <= rows(); row += 4) rows_of_tile<4>(row, start, num_keys, values);
     int rest = rows() - row;
@@ -312,7 +312,7 @@ struct Piece {
     if (rest == 1) rows_of_tile<1>(row, start, num_keys, values);
   }
 
-  // Transposed, so that one query component meets all keys of the tile at once.
+  // Loads keys transposed: one query component is then multiplied by all keys of the tile at once.
   void load_keys(const T* from, int num_keys) {
     for (int d = 0; d < dim(); d += kLanes)
       for (int first = 0; first < kTile; first += kLanes) {
@@ -342,7 +342,7 @@ struct Piece {
                            num_keys, dim(), &scratch.outputs[(row + r) * dim()]);
   }
 
-  // Turns a row's scores into weights relative to its new maximum.
+  // Computes a row's softmax weights relative to the row's new maximum.
   void soften(int row, int64_t start, int num_keys, TileRow& scores) {
     if (layer.soft_cap != 0.0f)
       for (Vec& part : scores.parts) part = tanh(part / layer.soft_cap) * layer.soft_cap;
@@ -358,7 +358,7 @@ struct Piece {
     }
     float tile_max = largest(scores), old = scratch.maxima[row];
     float* weights = &scratch.weights[row * kTile];
-    if (tile_max == -__builtin_inff()) {  // nothing to see here
+    if (tile_max == -__builtin_inff()) {  // the row sees no key of this tile
       std::memset(weights, 0, sizeof(TileRow));
       scratch.decays[row] = 1.0f;
       return;

@@ -1,7 +1,7 @@
-"""The definition of correct: attention written as its formula, one request and one head at a time.
+"""The reference for all backends: the attention formula, one request and one head at a time.
 
-Slow on purpose. It reads exactly the slots that a request's context covers, so whatever lies in
-other slots or in unused block table entries cannot reach the result.
+The reference is slow on purpose. It reads only the slots that a request's context covers, so the
+contents of other slots and of unused block table entries cannot affect the result.
 """
 
 import torch
@@ -18,7 +18,7 @@ from gpuworker.attention.interface import (
 
 
 class ReferenceAttention(AttentionBackend):
-    """Plain attention in `dtype` (float64 by default), whatever the inputs' type."""
+    """Attention computed in `dtype` (float64 by default), whatever the inputs' type."""
 
     def __init__(self, dtype: torch.dtype = torch.float64) -> None:
         self._dtype = dtype
@@ -53,7 +53,7 @@ class _ReferenceStep(PreparedStep):
         return out
 
     def _context(self, kv: LayerKv, i: int, seq_len: int) -> tuple[torch.Tensor, torch.Tensor]:
-        """Keys and values of a request's positions, each [seq_len, num_kv_heads, head_dim]."""
+        """Keys and values of a request's context, each [seq_len, num_kv_heads, head_dim]."""
         block_size = kv.key.shape[2]
         table = self._shape.block_table[i].tolist()
         places = [(table[p // block_size], p % block_size) for p in range(seq_len)]

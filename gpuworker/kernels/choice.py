@@ -1,4 +1,4 @@
-"""Which passes between products a device runs."""
+"""Chooses the implementation of `Ops` for a device."""
 
 import logging
 
@@ -11,10 +11,10 @@ logger = logging.getLogger(__name__)
 
 
 def ops_for(device: torch.device) -> Ops:
-    """Fused kernels on a GPU, torch elsewhere; triton is imported only where it is used.
+    """Fused kernels on a GPU, torch on other devices; triton is imported only for a GPU.
 
     Raises:
-        ValueError: triton is there but cannot start kernels.
+        ValueError: triton is installed but cannot launch kernels.
     """
     if device.type != "cuda":
         return TorchOps()

@@ -1,4 +1,4 @@
-"""The passes between products as Triton kernels, each over its data once."""
+"""`Ops` as fused Triton kernels; each kernel reads its data once."""
 
 from functools import cache
 
@@ -20,16 +20,16 @@ from gpuworker.kernels.ops import (
     Verification,
 )
 
-# Elements of a gate that one program computes.
+# Elements of a gate that a program computes.
 GATE_BLOCK = 1024
-# Elements of a pass that one program holds; a vocabulary is walked in such blocks.
+# Elements that a program holds at a time; sampling walks the vocabulary in blocks of this size.
 _BLOCK = 4096
 _BLOCK_SEARCH = 512
 _HEADS_A_PROGRAM = 8
 
 
 class TritonOps(Ops):
-    """Every pass as one kernel, on the GPU that its tensors are on."""
+    """Every operation as one kernel, on the GPU of its tensors."""
 
     def add_rms_norm(
         self, residual: torch.Tensor, update: torch.Tensor | None, weight: torch.Tensor, eps: float
@@ -63,7 +63,7 @@ class TritonOps(Ops):
         limit = torch.finfo(kv.key.dtype).max if kv.key.dtype in FLOAT8_TYPES else 0.0
         shape = (num_heads, num_kv_heads, head_dim, rotary_dim, page)
         kernel = _rotate_kernel(shape, norms is not None, limit)
-        # Arguments that the kernel does not read may be any tensor of the right type.
+        # Without norms the kernel does not read these arguments; any tensor of the type will do.
         query_norm, key_norm, eps = (qkv, qkv, 0.0)
         if norms is not None:
             query_norm, key_norm, eps = norms.query, norms.key, norms.eps
@@ -191,5 +191,5 @@ def _accept_kernel() -> HeldKernel:
 
 
 def _num_warps(block: int) -> int:
-    """Warps that hold a row with about 16 elements a thread."""
+    """Number of warps that gives about 16 elements per thread."""
     return min(max(block // 512, 1), 16)

@@ -1,8 +1,8 @@
-"""How Triton kernels are launched: compiled once for each kind of argument, then held.
+"""Launches Triton kernels: compiles a kernel once per class of arguments and keeps the binary.
 
-Triton's own dispatch costs tens of microseconds for a kernel of twenty arguments, a held kernel a
-quarter of that. Under Triton's interpreter (TRITON_INTERPRET=1, read when triton is imported) a
-kernel is Python and is called as such.
+Triton's own dispatch takes tens of microseconds for a kernel with twenty arguments; a `HeldKernel`
+takes a quarter of that. Under Triton's interpreter (TRITON_INTERPRET=1, read when triton is
+imported) a kernel is a Python function and is called directly.
 """
 
 import subprocess
@@ -15,16 +15,16 @@ from triton.runtime.interpreter import InterpretedFunction
 
 Grid = tuple[int, int, int]
 
-# Triton's AMD backend addresses tensors below this with 32 bits.
+# Triton's AMD backend uses 32-bit offsets for tensors smaller than this.
 _SMALL_BYTES = 1 << 31
 _ALIGNMENT = 16
 
 
 def make_ready() -> None:
-    """Lets Triton build its launcher for the GPU of this machine.
+    """Makes Triton build its launcher for this machine's GPU.
 
     Raises:
-        ValueError: Triton cannot build it; the message says what is missing.
+        ValueError: Triton cannot build the launcher; the message says what is missing.
     """
     try:
         triton.runtime.driver.active.get_current_device()
@@ -39,14 +39,14 @@ def make_ready() -> None:
 class HeldKernel:
     """A kernel with its constants bound.
 
-    The kernel's parameters are first its arguments, then its constants; its integer arguments are
-    marked `do_not_specialize`, so that what is compiled depends on the tensors' types, alignment
-    and size class, and on nothing else of a call.
+    A kernel's parameters are first its arguments, then its constants. Integer arguments must be
+    marked `do_not_specialize`: the compiled kernel then depends only on the tensors' types,
+    alignment and size class.
 
     Args:
-        function: made by `triton.jit`.
-        constants: its constexpr parameters, in order.
-        options: num_warps, num_stages and what else the compiler takes.
+        function: a function decorated with `triton.jit`.
+        constants: the values of its constexpr parameters, in order.
+        options: compiler options such as num_warps and num_stages.
     """
 
     def __init__(
@@ -64,7 +64,7 @@ class HeldKernel:
         )
 
     def __call__(self, grid: Grid, *arguments: Any) -> None:
-        """Starts the kernel on the current stream; arguments are all but the constants."""
+        """Launches the kernel on the current stream; arguments exclude the constants."""
         if self._is_interpreted:
             self._function[grid](*arguments, **self._constants)
             return

@@ -1,7 +1,7 @@
-"""What a decoder and a sampler do between matrix products, behind one interface.
+"""The interface of the operations that a decoder and a sampler run between matrix products.
 
-`twins.TorchOps` does it in plain torch and is what a CPU runs; `fused.TritonOps` does each in one
-pass on a GPU. A fused kernel is right when it equals its twin.
+`twins.TorchOps` implements them in plain torch, for CPUs. `fused.TritonOps` implements each as one
+kernel on a GPU. A fused kernel is correct if its result equals that of its torch twin.
 """
 
 from collections.abc import Mapping
@@ -26,9 +26,10 @@ class HeadNorms:
 
 @dataclass(frozen=True, slots=True, eq=False)
 class RopeTables:
-    """Rotation by position: each [max_model_len, rotary_dim / 2] float32.
+    """Cosines and sines by position: each [max_model_len, rotary_dim / 2] float32.
 
-    The first half of a head's leading rotary_dim dimensions turns with the second.
+    Of a head's leading rotary_dim dimensions, each one of the first half is rotated with its
+    partner in the second half.
     """
 
     cosines: torch.Tensor
@@ -36,11 +37,11 @@ class RopeTables:
 
 
 class TokenPlaces:
-    """Where a step's tokens stand, for all its layers.
+    """The positions and slots of a step's tokens, shared by all layers.
 
     Args:
-        positions: [num_padded_tokens] int64, in their requests.
-        attention: the prepared step, which knows their slots.
+        positions: [num_padded_tokens] int64, position of each token in its request.
+        attention: the prepared step, which holds the slots.
     """
 
     def __init__(self, positions: torch.Tensor, attention: PreparedStep) -> None:
@@ -49,7 +50,7 @@ class TokenPlaces:
         self._rows: dict[RopeTables, tuple[torch.Tensor, torch.Tensor]] = {}
 
     def rope_rows(self, rope: RopeTables, dtype: torch.dtype) -> tuple[torch.Tensor, torch.Tensor]:
-        """The tokens' cosines, halves repeated, and sines; gathered once for all layers.
+        """The tokens' cosines, repeated for both halves, and sines; gathered once per step.
 
         Returns:
             [num_padded_tokens, 1, rotary_dim] and [num_padded_tokens, 1, rotary_dim / 2].
@@ -66,9 +67,9 @@ class TokenPlaces:
 
 @dataclass(frozen=True, slots=True)
 class LogitEdits:
-    """What is added to single logits, minus infinity to forbid: each [num_edits].
+    """Values to add to single logits, minus infinity to forbid a token: each [num_edits].
 
-    rows: [num_edits] int32 sample of each; negative is padding.
+    rows: [num_edits] int32 the sample that each edit is for; negative is padding.
     """
 
     rows: torch.Tensor
@@ -78,18 +79,18 @@ class LogitEdits:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Adjustments:
-    """What changes whole rows of logits; [num_samples] each unless said otherwise.
+    """Penalties, grammar and temperature by sample; [num_samples] each unless said otherwise.
 
-    A row counts its prompt's tokens, its output's, and the drafts before the sample. A temperature
-    of 0 leaves the scale.
+    Penalties count a request's prompt, its output and the drafts before the sample. A temperature
+    of 0 does not scale.
     """
 
     slots: torch.Tensor  # int32, row of the persistent batch
     output_counts: torch.Tensor  # int16 [num_slots, vocab_size]
     prompt_bits: torch.Tensor  # int32 [num_slots, ceil(vocab_size / 32)]
     grammar_rows: torch.Tensor  # int32, row of grammar_bits or negative
-    grammar_bits: torch.Tensor  # int32 [num_grammars, ceil(vocab_size / 32)], what may come
-    draft_starts: torch.Tensor  # int32, where its drafts begin in `drafts`
+    grammar_bits: torch.Tensor  # int32 [num_grammars, ceil(vocab_size / 32)], allowed tokens
+    draft_starts: torch.Tensor  # int32, index in `drafts` of the sample's first draft
     draft_counts: torch.Tensor  # int32
     drafts: torch.Tensor  # int32 [num_drafts]
     numbers: Mapping[str, torch.Tensor]  # of Stage.ADJUST, in the order of `headrace.parameters`
@@ -97,10 +98,10 @@ class Adjustments:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Draws:
-    """How tokens are drawn; [num_samples] each. Where not is_drawn the likeliest is taken."""
+    """How tokens are drawn; [num_samples] each. is_drawn 0 takes the likeliest token."""
 
     seeds: torch.Tensor  # int64, the bits of an unsigned seed
-    positions: torch.Tensor  # int64, how many output tokens precede
+    positions: torch.Tensor  # int64, number of output tokens before the sample
     is_drawn: torch.Tensor  # int32
     numbers: Mapping[str, torch.Tensor]  # of Stage.DRAW, in the order of `headrace.parameters`
 
@@ -109,17 +110,17 @@ class Draws:
 class Verification:
     """A step's samples and drafts by request; [num_reqs] each.
 
-    A request has one draft less than samples, or neither.
+    A request has one draft less than samples, or no drafts and no samples.
     """
 
-    sample_starts: torch.Tensor  # int32, its first sample
+    sample_starts: torch.Tensor  # int32, index of the request's first sample
     num_samples: torch.Tensor  # int32
-    draft_starts: torch.Tensor  # int32, its first draft
+    draft_starts: torch.Tensor  # int32, index in `drafts` of the request's first draft
     drafts: torch.Tensor  # int32 [num_drafts]
 
 
 class Ops(Protocol):
-    """The passes between products."""
+    """The operations between matrix products."""
 
     def add_rms_norm(
         self, residual: torch.Tensor, update: torch.Tensor | None, weight: torch.Tensor, eps: float
@@ -145,10 +146,10 @@ class Ops(Protocol):
 
         Args:
             qkv: [num_padded_tokens, num_heads + 2 * num_kv_heads, head_dim].
-            kv: the layer's pool, changed in place; what does not fit its type is clamped.
-            places: of the tokens.
-            norms: None where the model has none.
-            rope: None where the layer does not rotate.
+            kv: the layer's pool, changed in place; values are clamped to its type's range.
+            places: positions and slots of the tokens.
+            norms: None if the model has no query and key norms.
+            rope: None if the layer has no rotary embedding.
 
         Returns:
             Queries, [num_padded_tokens, num_heads, head_dim].
@@ -158,17 +159,18 @@ class Ops(Protocol):
         """Adds to single logits of [num_samples, vocab_size] float32, in place."""
 
     def adjust_logits(self, logits: torch.Tensor, adjustments: Adjustments) -> None:
-        """Penalties, grammar and temperature on [num_samples, vocab_size] float32, in place."""
+        """Applies penalties, grammar, temperature to [num_samples, vocab_size] float32 in place."""
 
     def sample(self, scaled: torch.Tensor, draws: Draws) -> torch.Tensor:
-        """Chooses tokens from [num_samples, vocab_size] float32 logits over temperature.
+        """Chooses tokens from [num_samples, vocab_size] float32 logits divided by temperature.
 
         Returns:
-            [num_samples] int32; some token where a row's logits are not numbers.
+            [num_samples] int32; for a row with NaN logits, any token.
         """
 
     def accept(self, token_ids: torch.Tensor, verification: Verification) -> torch.Tensor:
-        """How many of each request's samples count: [num_reqs] int32.
+        """Number of samples that each request keeps: [num_reqs] int32.
 
-        Up to and with the first that differs from its draft; token_ids is [num_samples] int32.
+        A request keeps its samples up to and including the first sample that differs from its
+        draft; token_ids is [num_samples] int32.
         """

@@ -1,4 +1,4 @@
-"""The passes between products in plain torch: what a CPU runs and the fused kernels must equal."""
+"""`Ops` in plain torch: CPUs run these, and the fused kernels must give equal results."""
 
 import torch
 from torch.nn import functional
@@ -19,7 +19,7 @@ from gpuworker.sampling.draw import draw
 
 
 class TorchOps(Ops):
-    """Every pass as torch has it, on any device."""
+    """Every operation in torch, on any device."""
 
     def add_rms_norm(
         self, residual: torch.Tensor, update: torch.Tensor | None, weight: torch.Tensor, eps: float
@@ -45,7 +45,7 @@ class TorchOps(Ops):
         num_kv_heads = kv.key.shape[1]
         num_turned = qkv.shape[1] - num_kv_heads
         num_heads = num_turned - num_kv_heads
-        # Queries and keys lie next to each other: one rotation serves both.
+        # Queries and keys are adjacent in qkv, so that one rotation covers both.
         heads, value = qkv[:, :num_turned], qkv[:, num_turned:]
         if norms is not None:
             query = _rms_norm(heads[:, :num_heads], norms.query, norms.eps)
@@ -93,7 +93,7 @@ class TorchOps(Ops):
 
 
 def _penalize(logits: torch.Tensor, a: Adjustments, i: int) -> None:
-    """Penalties of the i-th sample; logits is its [vocab_size]."""
+    """Applies the penalties of sample i in place; logits is [vocab_size]."""
     slot, start = int(a.slots[i]), int(a.draft_starts[i])
     counts = a.output_counts[slot].float()
     drafts = a.drafts[start : start + int(a.draft_counts[i])].long()
@@ -134,6 +134,6 @@ def _turn(heads: torch.Tensor, cosines: torch.Tensor, sines: torch.Tensor) -> to
 
 
 def _bits(words: torch.Tensor, num_bits: int) -> torch.Tensor:
-    """Words of 32 bits, lowest first, as booleans: [num_rows, num_bits]."""
+    """Unpacks 32-bit words, lowest bit first, to booleans: [num_rows, num_bits]."""
     shifts = torch.arange(32, device=words.device, dtype=torch.int32)
     return (((words[:, :, None] >> shifts) & 1) != 0).flatten(1)[:, :num_bits]

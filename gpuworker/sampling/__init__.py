@@ -1,1 +1,1 @@
-"""Chooses tokens from logits: each by its own request's settings, seed and position alone."""
+"""Chooses tokens from logits; a token depends only on its request's settings, seed, position."""

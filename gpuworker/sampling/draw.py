@@ -1,8 +1,8 @@
-"""Draws tokens from logits: Gumbel-max over what truncation leaves.
+"""Draws tokens from logits: Gumbel-max over the tokens that truncation keeps.
 
-A token depends on its row's logits and settings, its seed and its position, never on the other
-rows: noise is a function (see `noise`), and every reduction is over one row in an order that the
-number of rows does not change.
+A token depends on its row's logits, settings, seed and position, never on other rows: noise is a
+pure function (see `noise`), and every reduction runs over one row, in an order that does not depend
+on the number of rows.
 """
 
 from dataclasses import dataclass
@@ -13,7 +13,7 @@ from gpuworker.kernels.ops import Draws
 from gpuworker.sampling.noise import gumbel, gumbel_argmax
 from gpuworker.sampling.truncate import Truncation, exact_thresholds, thresholds
 
-# Most nuclei are smaller than the first, nearly all than the second.
+# Most top_p nuclei have fewer tokens than the first number, nearly all fewer than the second.
 _NUM_CANDIDATES = (64, 1024)
 
 
@@ -34,21 +34,21 @@ def draw(scaled: torch.Tensor, draws: Draws) -> torch.Tensor:
 
 @dataclass(frozen=True, slots=True)
 class _Rows:
-    """Places whose token is drawn; [num_drawn] each, or [num_drawn, vocab_size]."""
+    """The samples that are drawn at random; [num_drawn] each, or [num_drawn, vocab_size]."""
 
-    scaled: torch.Tensor  # logits over temperature
+    scaled: torch.Tensor  # logits divided by temperature
     seeds: torch.Tensor
     positions: torch.Tensor
     truncation: Truncation
 
     @staticmethod
     def of(scaled: torch.Tensor, draws: Draws) -> "_Rows":
-        """All places."""
+        """All samples of a step."""
         truncation = Truncation.of_numbers(draws.numbers)
         return _Rows(scaled, draws.seeds, draws.positions, truncation)
 
     def some(self, index: torch.Tensor) -> "_Rows":
-        """Some of the places."""
+        """The samples with these indices."""
         return _Rows(
             self.scaled[index],
             self.seeds[index],
@@ -58,7 +58,7 @@ class _Rows:
 
 
 def _draw(draws: _Rows) -> torch.Tensor:
-    """Gumbel-max over what truncation leaves: [num_drawn] token ids."""
+    """Gumbel-max over the tokens that truncation keeps: [num_drawn] token ids."""
     token_ids = torch.empty_like(draws.positions)
     is_off = draws.truncation.is_off
     whole = is_off.nonzero().squeeze(1)
@@ -81,18 +81,18 @@ def _draw(draws: _Rows) -> torch.Tensor:
 def _draw_from_candidates(
     draws: _Rows, rows: torch.Tensor, num_candidates: int, token_ids: torch.Tensor
 ) -> torch.Tensor:
-    """Draws truncated rows from their largest logits, so that noise is made for few tokens only.
+    """Draws truncated rows from their largest logits, so that noise is computed for few tokens.
 
-    How many candidates are looked at never changes what is drawn.
+    The number of candidates never changes which token is drawn.
 
     Args:
-        draws: all places.
-        rows: [num_rows] the ones to draw.
-        num_candidates: how many of the largest logits to look at.
-        token_ids: [num_drawn] where the tokens go.
+        draws: all drawn samples.
+        rows: [num_rows] the rows of `draws` to draw now.
+        num_candidates: how many of the largest logits are candidates.
+        token_ids: [num_drawn] the output.
 
     Returns:
-        Those of `rows` that may be given other tokens than the candidates: not drawn.
+        The rows that were not drawn, because tokens outside the candidates may be drawn, too.
     """
     scaled, truncation = draws.scaled[rows], draws.truncation.of(rows)
     values, ids = scaled.topk(min(num_candidates, scaled.shape[1]), dim=-1)

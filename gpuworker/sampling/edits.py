@@ -1,4 +1,4 @@
-"""Changes of single logits before a token is chosen: biases, and tokens that must not come."""
+"""Edits of single logits before a token is chosen: biases and forbidden tokens."""
 
 from dataclasses import dataclass, field
 
@@ -18,9 +18,9 @@ class HostEdits:
 
 
 def logit_edits(batch: FlatBatch, rows: InputBatch) -> HostEdits | None:
-    """The edits of a step's samples; None: there are none.
+    """The edits of a step's samples, or None without edits.
 
-    Tokens of rows with bad words that look back must be known.
+    For a row with bad words of several tokens, the host must know all earlier tokens of the row.
     """
     slots = rows.slots
     if not (slots.bias_by_row or slots.stop_token_ids_by_row or slots.bad_words_by_row):
@@ -35,7 +35,8 @@ def logit_edits(batch: FlatBatch, rows: InputBatch) -> HostEdits | None:
             edits.forbid(i, stops)
         bad_words = slots.bad_words_by_row.get(row)
         if bad_words is not None:
-            # Drafts stand behind the row's tokens: the place after a draft has seen it.
+            # The row's drafts follow its tokens in token_ids, so that the output before a sample
+            # includes the drafts before the sample.
             output = rows.token_ids[row, rows.num_prompt_tokens[row] : batch.sample_num_tokens[i]]
             edits.forbid(i, bad_words.forbidden_after(output))
     return edits.joined()

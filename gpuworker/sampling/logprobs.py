@@ -13,7 +13,7 @@ from gpuworker.device.transfers import Transfers
 
 @dataclass(frozen=True, slots=True)
 class LogprobTensors:
-    """Log probabilities on their way to the host; see LogprobColumns."""
+    """Log probabilities that are being copied to the host; see LogprobColumns."""
 
     token_ids: torch.Tensor
     logprobs: torch.Tensor
@@ -22,7 +22,7 @@ class LogprobTensors:
     top_logprobs: torch.Tensor
 
     def columns(self) -> LogprobColumns:
-        """The columns, once the copy to the host is complete."""
+        """The columns; call only after the copy to the host is complete."""
         return LogprobColumns(
             token_ids=self.token_ids.numpy().astype(np.int32),
             logprobs=self.logprobs.numpy(),
@@ -35,13 +35,13 @@ class LogprobTensors:
 def start_logprobs(
     logits: torch.Tensor, token_ids: torch.Tensor, num_top: int, transfers: Transfers
 ) -> LogprobTensors:
-    """Starts computing the log probabilities of chosen tokens and of the likeliest ones.
+    """Launches the log probabilities of the chosen and the likeliest tokens, and their copy.
 
     Args:
-        logits: [num_rows, vocab_size] float32, as the model gave them.
+        logits: [num_rows, vocab_size] float32, the unedited output of the model.
         token_ids: [num_rows] int64 the chosen tokens.
         num_top: how many of the likeliest tokens to report.
-        transfers: the way back.
+        transfers: copies to the host.
     """
     logprobs = torch.log_softmax(logits, dim=-1)
     chosen = logprobs.gather(1, token_ids[:, None])
@@ -56,7 +56,7 @@ def start_logprobs(
 
 
 def take(columns: LogprobColumns, index: slice, num_top: int) -> LogprobColumns:
-    """Some tokens' columns, with fewer of the likeliest."""
+    """The columns of a slice of tokens, cut to the num_top likeliest tokens."""
     return LogprobColumns(
         columns.token_ids[index],
         columns.logprobs[index],
@@ -67,7 +67,7 @@ def take(columns: LogprobColumns, index: slice, num_top: int) -> LogprobColumns:
 
 
 def join(parts: list[LogprobColumns]) -> LogprobColumns:
-    """Tokens of several columns, one after the other; all report equally many likeliest ones."""
+    """Concatenates columns by token; all parts must have the same number of likeliest tokens."""
 
     def column(name: str) -> NDArray[Any]:
         return np.concatenate([getattr(part, name) for part in parts])

@@ -1,13 +1,14 @@
 """Gumbel noise as a function of (seed, position, token id), with no state.
 
-Counter-based: SplitMix64 (Steele, Lea, Flood 2014) whose stream is keyed by seed and position and
+The generator is counter-based: SplitMix64 (Steele, Lea, Flood 2014) keyed by seed and position and
 indexed by token id. The n-th token of a request therefore gets the same noise alone, in a batch,
 after a preemption and on another worker.
 """
 
 import torch
 
-# Within the margin of the best lie two tokens on average; more than this is one row in millions.
+# On average two tokens lie within the margin of the best; about one row in millions has more than
+# this many.
 _NUM_FINALISTS = 16
 _LAST = (1 << 53) - 1
 _LARGEST_REST = 1 - 2.0**-24
@@ -22,7 +23,7 @@ def gumbel(seeds: torch.Tensor, positions: torch.Tensor, token_ids: torch.Tensor
 
     Args:
         seeds: [num_rows] int64, the bits of an unsigned seed.
-        positions: [num_rows] int64, how many output tokens precede.
+        positions: [num_rows] int64, number of output tokens before the sample.
         token_ids: [num_rows or 1, num_tokens] int64.
 
     Returns:
@@ -36,8 +37,9 @@ def gumbel_argmax(
 ) -> torch.Tensor:
     """The token that maximizes scaled + gumbel, over the whole vocabulary: [num_rows] int64.
 
-    The noise is made in float32 first, which is several times faster; only tokens that may be the
-    best within its error are looked at in float64. The result is that of float64 throughout.
+    The noise is first computed in float32, which is several times faster. Only the tokens that may
+    be the best within the float32 error are recomputed in float64. The result equals that of
+    float64 throughout.
 
     Args:
         scaled: [num_rows, vocab_size] float32.
@@ -49,7 +51,7 @@ def gumbel_argmax(
     rough, ids = (_rough_noise(bits) + scaled).topk(min(_NUM_FINALISTS, scaled.shape[1]), dim=-1)
     exact = _noise(bits.gather(1, ids)).add_(scaled.gather(1, ids))
     best = ids.gather(1, exact.argmax(-1, keepdim=True)).squeeze(1)
-    # NaN compares as unsure, too.
+    # Comparisons with NaN are false, so a row with NaN counts as unsure.
     is_sure = rough[:, -1] < rough[:, 0] - _rough_margin(rough[:, 0])
     unsure = (~is_sure).nonzero().squeeze(1)
     if len(unsure) and scaled.shape[1] > _NUM_FINALISTS:
@@ -66,23 +68,23 @@ def _random_bits(
 
 
 def _noise(bits: torch.Tensor) -> torch.Tensor:
-    """Gumbel noise in float64; a uniform in the middle of its interval is never 0 and never 1."""
+    """Gumbel noise in float64; the + 0.5 keeps the uniform away from 0 and 1."""
     uniform = (bits.double() + 0.5) * 2.0**-53
     return uniform.log_().neg_().log_().neg_()
 
 
 def _rough_noise(bits: torch.Tensor) -> torch.Tensor:
-    """Gumbel noise in float32, exact to rounding above -2.8; what lies below is lifted to there.
+    """Gumbel noise in float32, exact to rounding above -2.8; smaller noise is raised to -2.8.
 
-    It counts from the other end of the interval, as large noise comes from there.
+    Computed from 1 - uniform: large noise comes from a uniform near 1, where float32 is too coarse.
     """
     rest = (_LAST - bits).float().add_(0.5).mul_(2.0**-53).clamp_(max=_LARGEST_REST)
     return rest.neg_().log1p_().neg_().log_().neg_()
 
 
 def _rough_margin(best: torch.Tensor) -> torch.Tensor:
-    """How far below the best rough score another token may lie and yet be the best."""
-    # The lift (float64's least noise is -3.6), and rounding of scores of this size.
+    """How far below the best float32 score the token with the best float64 score may be."""
+    # 0.85 covers the raise from float64's least noise, -3.6, to -2.8; the rest covers rounding.
     return 0.85 + best.abs() * 1e-5
 
 
@@ -93,5 +95,5 @@ def _mix(x: torch.Tensor) -> torch.Tensor:
 
 
 def _shift(x: torch.Tensor, bits: int) -> torch.Tensor:
-    """Right shift that brings in zeros, which torch has not for signed integers."""
+    """Logical right shift (zero fill); torch has only the arithmetic shift for signed integers."""
     return (x >> bits) & ((1 << (64 - bits)) - 1)

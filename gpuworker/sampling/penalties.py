@@ -1,8 +1,7 @@
-"""Which tokens each row's prompt and output have, on the device, where the next step needs them.
+"""Counts the tokens of each row's prompt and output on the device, for penalties.
 
-A step may be launched before the host knows the tokens of the step before, so the counts are kept
-on the device. Only rows with penalties are counted, and nothing is allocated before the first of
-them.
+A step may be launched before the host knows the previous step's tokens, so the counts are kept on
+the device. Only rows with penalties are counted. Nothing is allocated before the first such row.
 """
 
 import numpy as np
@@ -18,10 +17,10 @@ class PenaltyState:
     """Token counts of rows with penalties.
 
     Args:
-        max_num_seqs: rows.
-        vocab_size: of the model.
-        device: where tokens are chosen.
-        transfers: the way there.
+        max_num_seqs: number of rows.
+        vocab_size: the model's vocabulary size.
+        device: the sampler's device.
+        transfers: copies to the device.
     """
 
     def __init__(
@@ -31,12 +30,12 @@ class PenaltyState:
         self._vocab_size = vocab_size
         self._device = device
         self._transfers = transfers
-        # Placeholders: without penalties the kernels do not read them.
+        # Placeholders: the kernels read the counts only of rows with penalties.
         self.output_counts = torch.zeros((1, 1), dtype=torch.int16, device=device)
         self.prompt_bits = torch.zeros((1, 1), dtype=torch.int32, device=device)
 
     def place(self, request: RowRequest) -> None:
-        """Counts the tokens of a request with penalties, new in its row."""
+        """Counts the prompt and output of a request that was newly assigned to its row."""
         if len(self.output_counts) < self._max_num_seqs:
             self._allocate()
         prompt, output = np.split(request.token_ids, [request.num_prompt_tokens])
@@ -46,7 +45,7 @@ class PenaltyState:
         self.prompt_bits[request.row] = self._transfers.to_device(self._bits_of(prompt))
 
     def count(self, rows: torch.Tensor, token_ids: torch.Tensor) -> None:
-        """Counts one more token of each row: [num_rows] int64 each, rows distinct."""
+        """Adds one output token to the counts of each row: [num_rows] int64 each, rows distinct."""
         places = rows * self._vocab_size + token_ids
         flat = self.output_counts.view(-1)
         counts = flat.index_select(0, places).int().add_(1).clamp_(max=_MOST)
@@ -63,7 +62,7 @@ class PenaltyState:
         )
 
     def _bits_of(self, token_ids: Int32Array) -> Int32Array:
-        """A bit for each token of the vocabulary, lowest first."""
+        """Packs a set of tokens into 32-bit words, one bit per vocabulary entry, lowest first."""
         is_there = np.zeros(32 * _num_words(self._vocab_size), dtype=np.bool_)
         is_there[token_ids] = True
         return np.packbits(is_there, bitorder="little").view(np.int32)

@@ -1,7 +1,7 @@
-"""The batched sampler: one token for each place of a step that samples, chosen on the device.
+"""The batched sampler: chooses one token for each sample of a step, on the device.
 
-The sampler does not wait for the device. What later steps need stays there: the last token of each
-row, and the token counts of rows with penalties.
+The sampler does not wait for the device. State that later steps need stays on the device: the last
+token of each row and the token counts of rows with penalties.
 """
 
 from collections.abc import Sequence
@@ -21,11 +21,11 @@ from gpuworker.step_inputs import SampleColumns
 
 @dataclass(frozen=True, slots=True)
 class SampledTokens:
-    """Sampled tokens on the device; a token is meaningless where is_finite is False."""
+    """Sampled tokens on the device; a token is invalid where is_finite is False."""
 
     token_ids: torch.Tensor  # [num_samples] int32
     is_finite: torch.Tensor  # [num_samples] bool
-    num_kept: torch.Tensor | None  # [num_reqs] int32 where drafts were verified
+    num_kept: torch.Tensor | None  # [num_reqs] int32; None if no drafts were verified
 
 
 class Sampler:
@@ -33,9 +33,9 @@ class Sampler:
 
     Args:
         ops: the kernels of the device.
-        limits: sizes of the rows.
-        device: where the logits are.
-        transfers: the way there.
+        limits: sizes of the persistent batch.
+        device: the device of the logits.
+        transfers: copies to the device.
     """
 
     def __init__(
@@ -45,7 +45,7 @@ class Sampler:
         self._transfers = transfers
         self._penalties = PenaltyState(limits.max_num_seqs, limits.vocab_size, device, transfers)
         self.last_tokens = torch.zeros(limits.max_num_seqs, dtype=torch.int32, device=device)
-        # No sample has a grammar yet, and most have no drafts.
+        # For steps in which no sample has a grammar, and for samples without drafts before them.
         self._no_grammars = torch.full(
             (limits.max_num_batched_tokens,), -1, dtype=torch.int32, device=device
         )
@@ -53,7 +53,7 @@ class Sampler:
         self._no_bits = torch.zeros((1, 1), dtype=torch.int32, device=device)
 
     def place(self, requests: Sequence[RowRequest], rows: InputBatch) -> None:
-        """Prepares the state of requests that are new in their rows."""
+        """Initializes the penalty state of requests that were newly assigned to rows."""
         for request in requests:
             if rows.slots.has_penalties[request.row]:
                 self._penalties.place(request)
@@ -65,14 +65,14 @@ class Sampler:
 
         Args:
             logits: [num_samples, vocab_size] float32; changed in place.
-            columns: of the samples.
+            columns: the samples' columns.
             batch: the step.
             rows: settings of every row.
         """
-        # A sum is not finite when a term is not, and reads the logits once.
+        # The sum is not finite if any logit is not, and computing it reads the logits once.
         is_finite = torch.isfinite(logits.sum(-1))
         if not len(logits):
-            # A device cannot launch an empty grid.
+            # A kernel cannot be launched with an empty grid.
             return SampledTokens(columns.slots, is_finite, None)
         edits = logit_edits(batch, rows)
         if edits is not None:
@@ -98,12 +98,12 @@ class Sampler:
     def count_accepted(
         self, batch: FlatBatch, counts: Int32Array, token_ids: Int32Array, rows: InputBatch
     ) -> None:
-        """Counts the tokens that a step with drafts kept, once they are known on the host.
+        """Adds the accepted tokens of a step with drafts to the counts of rows with penalties.
 
         Args:
             batch: the step.
             counts: [num_reqs] how many of each request's tokens were kept.
-            token_ids: [sum(counts)].
+            token_ids: [sum(counts)] the kept tokens, on the host.
             rows: settings of every row.
         """
         starts = np.cumsum(counts) - counts

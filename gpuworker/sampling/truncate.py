@@ -1,8 +1,8 @@
-"""Which tokens may be drawn: min_p, then top_k, then top_p over what they leave.
+"""Truncation: which tokens may be drawn, by min_p, then top_k, then top_p over the rest.
 
-All three are thresholds on a row's scaled logits, so tokens that tie at the edge stay together, and
-a row's threshold never depends on the other rows: only order-free reductions, sorts, and sums in an
-order of their own are used.
+All three become thresholds on a row's scaled logits, so that tokens that tie at the threshold are
+all kept or all dropped. A row's threshold never depends on other rows: the code uses only
+order-independent reductions, sorts, and sums in a fixed order.
 """
 
 from collections.abc import Mapping
@@ -10,8 +10,8 @@ from dataclasses import dataclass
 
 import torch
 
-# Torch sums this many neighbours in one order, however many rows there are; a single row of a whole
-# vocabulary it would share out among threads.
+# Torch sums rows of this width in a fixed order for any number of rows. A single row as wide as the
+# vocabulary would be divided among threads, which changes the order.
 _SUM_WIDTH = 256
 _NUM_SLICES = 4096
 _MAX_SORTED = 1024
@@ -27,7 +27,7 @@ class Truncation:
 
     @staticmethod
     def of_numbers(numbers: Mapping[str, torch.Tensor]) -> "Truncation":
-        """The settings among the numbers of Stage.DRAW, by name."""
+        """Selects the truncation settings from the columns of Stage.DRAW, by name."""
         return Truncation(numbers["top_p"], numbers["top_k"].long(), numbers["min_p"])
 
     @property
@@ -42,31 +42,31 @@ class Truncation:
 def thresholds(
     scaled: torch.Tensor, candidates: torch.Tensor, truncation: Truncation
 ) -> tuple[torch.Tensor, torch.Tensor]:
-    """The smallest scaled logit of each row that may be drawn, as far as the candidates tell.
+    """The smallest scaled logit that may be drawn in each row, if the candidates determine it.
 
     Args:
-        scaled: [num_rows, vocab_size] float32 logits over temperature.
-        candidates: [num_rows, num_candidates] the largest of them, in falling order.
-        truncation: of each row.
+        scaled: [num_rows, vocab_size] float32 logits divided by temperature.
+        candidates: [num_rows, num_candidates] the largest logits of each row, descending.
+        truncation: settings of each row.
 
     Returns:
         [num_rows] float32 thresholds, and [num_rows] whether every drawable token is a candidate;
-        a threshold means nothing where it is not.
+        the threshold of any other row is invalid.
     """
     vocab_size, num_candidates = scaled.shape[1], candidates.shape[1]
     largest, smallest = candidates[:, :1], candidates[:, -1]
     floor = _min_p_floor(largest[:, 0], truncation.min_p)
     top_k = torch.where(truncation.top_k > 0, truncation.top_k, vocab_size)
     kth = candidates.gather(1, (top_k.clamp(max=num_candidates) - 1)[:, None]).squeeze(1)
-    # A row without top_k keeps everything; of one whose top_k is past the candidates, they do not
-    # tell how much top_p is a part of.
+    # A row without top_k keeps all tokens. If top_k exceeds the number of candidates, the total
+    # mass that top_p is a fraction of is unknown.
     floor = torch.where(top_k < vocab_size, torch.maximum(floor, kth), floor)
     is_floor_known = (top_k <= num_candidates) | (top_k >= vocab_size)
 
     mass = (candidates - largest).exp_().masked_fill_(candidates < floor[:, None], 0.0)
     mass = mass.cumsum(1, dtype=torch.float64)
     total = mass[:, -1].clone()
-    # Where tokens behind the candidates are not below the floor, they count as well.
+    # Rows in which tokens outside the candidates may reach the floor: their mass counts, too.
     is_open = (floor <= smallest) & (truncation.top_p < 1) & is_floor_known
     is_open &= num_candidates < vocab_size
     rows = is_open.nonzero().squeeze(1)
@@ -82,14 +82,14 @@ def thresholds(
 
 
 def exact_thresholds(scaled: torch.Tensor, truncation: Truncation) -> torch.Tensor:
-    """The smallest scaled logit of each row that may be drawn: [num_rows] float32.
+    """The smallest scaled logit that may be drawn in each row: [num_rows] float32.
 
-    For rows of which many tokens may be drawn: it costs a few passes over a row, and sorts no more
-    than _MAX_SORTED tokens that are not all the same.
+    For rows in which many tokens may be drawn. The cost is a few passes over each row; at most
+    _MAX_SORTED distinct values are sorted.
 
     Args:
         scaled: as for `thresholds`.
-        truncation: of each row.
+        truncation: settings of each row.
     """
     vocab_size = scaled.shape[1]
     settings = zip(
@@ -101,7 +101,7 @@ def exact_thresholds(scaled: torch.Tensor, truncation: Truncation) -> torch.Tens
         if 0 < top_k < vocab_size:
             floor = torch.maximum(floor, row.kthvalue(vocab_size - top_k + 1).values)
         if top_p < 1:
-            # Forbidden tokens have no place among the others, and NaN is not below anything.
+            # The clamp excludes forbidden tokens (-inf). NaN stays, as NaN compares below nothing.
             is_below = row < floor.clamp(min=torch.finfo(row.dtype).min)
             floor = torch.maximum(floor, _nucleus_edge(row[~is_below], top_p))
         edges.append(floor)
@@ -109,20 +109,21 @@ def exact_thresholds(scaled: torch.Tensor, truncation: Truncation) -> torch.Tens
 
 
 def _min_p_floor(largest: torch.Tensor, min_p: torch.Tensor) -> torch.Tensor:
-    """The scaled logit of min_p times the likeliest token's probability."""
+    """The scaled logit of a token with min_p times the likeliest token's probability."""
     return (largest.double() + min_p.log()).float()
 
 
 def _nucleus_edge(values: torch.Tensor, top_p: float) -> torch.Tensor:
-    """The last of the largest values whose mass reaches top_p of all: a scalar.
+    """The smallest value of the top_p nucleus, a scalar.
 
-    The range that it lies in is cut into slices, again and again, by the mass above each slice.
+    Repeatedly cuts the range of values into slices and continues with the slice in which the
+    cumulative mass reaches top_p.
     """
     weights = (values - values.max()).exp_().double()
     wanted = top_p * weights.sum()
     above = torch.zeros_like(wanted)
     while len(values) > _MAX_SORTED and (low := values.min()) < (high := values.max()) < torch.inf:
-        # Rounding keeps the order of values, so a slice is never above a higher one.
+        # Rounding is monotonic, so a larger value never lands in a slice of smaller values.
         slices = ((high - values) / (high - low) * _NUM_SLICES).long().clamp_(0, _NUM_SLICES - 1)
         mass = torch.bincount(slices, weights, minlength=_NUM_SLICES).cumsum(0) + above
         number = (mass < wanted).sum().clamp_(max=_NUM_SLICES - 1)
@@ -135,7 +136,7 @@ def _nucleus_edge(values: torch.Tensor, top_p: float) -> torch.Tensor:
 
 
 def _row_sums(values: torch.Tensor) -> torch.Tensor:
-    """Sums of rows in float64, in an order that the number of rows does not change: [num_rows]."""
+    """Sums rows in float64, in an order independent of the number of rows: [num_rows]."""
     num_rows, width = values.shape
     whole = width // _SUM_WIDTH * _SUM_WIDTH
     parts = values[:, :whole].view(num_rows, -1, _SUM_WIDTH).sum(-1)

@@ -1,7 +1,7 @@
-"""The Triton attention backend: a step's work lists on the device, and the kernels that read them.
+"""The Triton attention backend: sends a step's work lists to the device and launches the kernels.
 
-A step without chunks has a layout and grids that depend on nothing but its padded number of tokens,
-so that it can be captured in a CUDA graph once and replayed for other requests.
+The buffer layout and the grids of a step without chunks depend on num_padded_tokens alone, so that
+a CUDA graph captured from the step can be replayed for other requests.
 """
 
 import math
@@ -37,7 +37,7 @@ from gpuworker.device.staging import StagingRing
 from gpuworker.kernels.launch import HeldKernel
 
 _LOG2_E = math.log2(math.e)
-# Programs that a processor holds at a time, about; splits are made to fill them.
+# About how many programs run on a processor at a time; long contexts are split to reach that.
 _PROGRAMS_A_PROCESSOR: dict[Kind, int] = {"decode": 4, "chunk": 1}
 _MIN_KEYS: dict[Kind, int] = {"decode": 128, "chunk": 512}
 _KINDS: tuple[Kind, Kind] = ("decode", "chunk")
@@ -47,9 +47,9 @@ _ALIGNED = 4  # integers
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class AttentionSetup:
-    """What a worker's attention is built for.
+    """The model and limits that a worker's attention is built for.
 
-    windows: every sliding window that a layer has, None for layers without.
+    windows: the distinct sliding windows of the layers; None for layers without a window.
     """
 
     shape: KvShape
@@ -66,11 +66,11 @@ class TritonAttention(AttentionBackend):
 
     Args:
         setup: model and limits.
-        target: what kind of device it is.
-        device: where tensors live.
+        target: the kind of device.
+        device: the device of all tensors.
 
     Raises:
-        ValueError: the device cannot hold keys and values of that type.
+        ValueError: the device does not support the KV pool's type.
     """
 
     def __init__(self, setup: AttentionSetup, target: Target, device: torch.device) -> None:
@@ -108,7 +108,7 @@ class TritonAttention(AttentionBackend):
 
     def prepare(self, shape: StepShape) -> "TritonStep":
         lists = {window: self._build(shape, window) for window in self._setup.windows}
-        # Sections begin at multiples of 16 bytes: the kernels are compiled for that.
+        # Sections begin at multiples of 16 bytes: the kernels are compiled for that alignment.
         size = -(-shape.num_padded_tokens // _ALIGNED) * _ALIGNED
         sections = {}
         for window, (_, counts) in lists.items():
@@ -124,10 +124,10 @@ class TritonAttention(AttentionBackend):
     def _build(
         self, shape: StepShape, window: int | None
     ) -> tuple[tuple[Int32Array, Int32Array, Int32Array], tuple[int, int, int]]:
-        """Decode items, chunk items and merges, and the room that each gets.
+        """Decode items, chunk items and merges, and the size reserved for each list.
 
-        Decode items also clear tokens that are padding. A step without chunks has room that depends
-        on its padded number of tokens alone.
+        Decode items also clear padding tokens. Without chunks, the reserved sizes depend on
+        num_padded_tokens alone.
         """
         starts = shape.query_start_loc
         is_chunk = (starts[1:] - starts[:-1]) * self._group > self._max_decode_rows
@@ -172,7 +172,7 @@ class TritonAttention(AttentionBackend):
         )
 
     def _max_step_size(self) -> int:
-        """Integers that the largest step sends."""
+        """Number of integers that the largest step sends to the device."""
         setup = self._setup
         sizes = [work.ListSizes.of(setup.max_num_batched_tokens, t) for t in self.tiles.values()]
         items = sum(size.num_items for size in sizes) * work.ITEM_FIELDS
@@ -188,7 +188,7 @@ class TritonAttention(AttentionBackend):
         tensors: "_Tensors",
         layer: AttentionLayer,
     ) -> None:
-        """Starts the attention kernel over the items of one kind."""
+        """Launches the attention kernel over the items of one kind."""
         config = self._configs[kind]
         kv = tensors.kv
         key_pool, value_pool = kv.key, kv.value
@@ -215,7 +215,7 @@ class TritonAttention(AttentionBackend):
         )
 
     def launch_merge(self, num_merges: int, out: torch.Tensor, merges: torch.Tensor) -> None:
-        """Starts the kernel that joins splits."""
+        """Launches the kernel that merges splits."""
         self._merge(
             (num_merges * self._setup.num_heads, 1, 1),
             out,
@@ -250,7 +250,7 @@ class TritonAttention(AttentionBackend):
         return kernel
 
     def _descriptor(self, pool: torch.Tensor) -> TensorDescriptor:
-        """The copy engine's view of a pool: pages as rows; made once a layer."""
+        """A bulk-copy descriptor of a pool with pages as rows; created once per layer."""
         descriptor = self._descriptors.get(pool.data_ptr())
         if descriptor is None:
             shape = self._setup.shape
@@ -263,7 +263,7 @@ class TritonAttention(AttentionBackend):
 
 @dataclass(frozen=True, slots=True)
 class _WorkSections:
-    """Where one window's decode items, chunk items and merges lie, and how many there are."""
+    """Offsets and sizes of one window's decode items, chunk items and merges in the buffer."""
 
     starts: tuple[int, int, int]
     counts: tuple[int, int, int]
@@ -271,7 +271,7 @@ class _WorkSections:
 
     @staticmethod
     def at(start: int, counts: tuple[int, int, int]) -> "_WorkSections":
-        """Sections one after the other."""
+        """Three consecutive sections that begin at `start`."""
         chunks = start + counts[0] * work.ITEM_FIELDS
         merges = chunks + counts[1] * work.ITEM_FIELDS
         return _WorkSections(
@@ -279,7 +279,7 @@ class _WorkSections:
         )
 
     def fill(self, values: Int32Array, arrays: tuple[Int32Array, Int32Array, Int32Array]) -> None:
-        """Puts arrays into their sections, and zeros behind them."""
+        """Copies arrays into their sections and zeros the rest of each section."""
         for start, end, array in zip(
             self.starts, (*self.starts[1:], self.end), arrays, strict=True
         ):
@@ -290,7 +290,7 @@ class _WorkSections:
 
 @dataclass(frozen=True, slots=True)
 class _Tensors:
-    """What a launch reads and writes; see `kernels.paged_attention`."""
+    """The tensors of a launch; see `kernels.paged_attention`."""
 
     out: torch.Tensor
     query: torch.Tensor
@@ -300,7 +300,7 @@ class _Tensors:
 
 
 class TritonStep(PreparedStep):
-    """One step. buffer is int32: slots, then each window's sections, then block tables."""
+    """One prepared step; buffer is int32: slots, each window's sections, block tables."""
 
     def __init__(
         self,
@@ -323,7 +323,7 @@ class TritonStep(PreparedStep):
         return not any(counts[1] for counts, _ in self._lists.values())
 
     def counts(self, window: int | None) -> tuple[int, int, int]:
-        """Decode items, chunk items and merges of the layers with a window; grids follow them."""
+        """Decode items, chunk items and merges for layers with this window; they size the grids."""
         return self._lists[window][0]
 
     @property
@@ -344,6 +344,6 @@ class TritonStep(PreparedStep):
 
 
 def _check_packed(heads: torch.Tensor) -> None:
-    """Heads of a token must follow each other; tokens may be apart."""
+    """Asserts that a token's heads are contiguous; tokens may be strided."""
     if heads.stride(2) != 1 or heads.stride(1) != heads.shape[2]:
         raise ValueError(f"heads of a token are not packed: strides {heads.stride()}")

@@ -1,9 +1,9 @@
-"""Which tile sizes attention runs with on which device: a table, never a search at run time.
+"""The tile sizes of attention by device: a table, never a search at run time.
 
-`TUNED` holds what `benchmarks/kernels_tune.py` measured on a device. Where it has no line, rules
-made from what the compiler gives (registers, spills, tensor-core instructions; see
-`make check-kernels`) decide. The kinds differ in rows a tile: decodes and drafts fill 16, chunks 64
-or more, where the wide matrix instructions begin.
+`TUNED` holds the best configurations that `benchmarks/kernels_tune.py` measured on a device. For
+other keys, rules choose; they follow from the compiler's output (registers, spills, tensor-core
+instructions; see `make check-kernels`). The kinds differ in rows per tile: decodes and drafts fill
+16 rows, chunks 64 or more, the size from which the wide matrix instructions apply.
 """
 
 from dataclasses import dataclass
@@ -33,18 +33,18 @@ class Target:
 
     @property
     def has_descriptors(self) -> bool:
-        """Whether the bulk tensor copy engine is there."""
+        """Whether the device has the bulk tensor copy engine."""
         return not self.is_amd and int(self.arch[2:]) >= 90
 
     @property
     def has_float8(self) -> bool:
-        """Whether eight-bit floats convert in hardware; Triton refuses them elsewhere."""
+        """Whether the hardware converts eight-bit floats; Triton refuses them on other devices."""
         return self.arch == "gfx942" or (not self.is_amd and int(self.arch[2:]) >= 89)
 
 
 @dataclass(frozen=True, slots=True)
 class ConfigKey:
-    """What a configuration depends on. head_dim is the model's, group its heads per KV head."""
+    """What a configuration depends on; group is the number of query heads per KV head."""
 
     arch: str
     head_dim: int
@@ -56,10 +56,10 @@ class ConfigKey:
 
 @dataclass(frozen=True, slots=True)
 class TileConfig:
-    """One compiled form of the attention kernel.
+    """The compile-time parameters of the attention kernel.
 
-    skips_masks: whole tiles are computed without masks, at the price of more code.
-    uses_descriptors: pages come through the bulk copy engine; block_n equals the page then.
+    skips_masks: fully visible tiles run in a second loop without masks, which is more code.
+    uses_descriptors: the bulk copy engine loads pages; block_n must then equal the page.
     """
 
     block_m: int
@@ -70,7 +70,7 @@ class TileConfig:
     uses_descriptors: bool
 
 
-# Written by the tuner, sorted; empty until a device was measured.
+# Written by the tuner, sorted; a device that was not measured has no entries.
 TUNED: dict[ConfigKey, TileConfig] = {}
 
 
@@ -89,7 +89,8 @@ def padded(n: int) -> int:
 
 def _decode_rule(target: Target, key: ConfigKey) -> TileConfig:
     head_dim = padded(key.head_dim)
-    # A page at a time wherever it can be: one block id, and everything else is affine.
+    # One page per tile where possible: the kernel then loads one block id per tile, and all other
+    # addresses are affine.
     block_n = min(max(key.page, 32), 64) if head_dim <= 128 else max(min(key.page, 32), 16)
     uses_descriptors = _can_use_descriptors(target, key) and key.page == block_n
     return TileConfig(
@@ -104,8 +105,8 @@ def _decode_rule(target: Target, key: ConfigKey) -> TileConfig:
 
 def _chunk_rule(target: Target, key: ConfigKey) -> TileConfig:
     is_wide = padded(key.head_dim) > 128
-    # Before Hopper products take their operands from registers, and the loops for masked and
-    # unmasked tiles together spill. One masked loop does not, whatever window and cap are.
+    # Before Hopper, matrix products read their operands from registers, and the loops for masked
+    # and unmasked tiles together spill. A single masked loop does not spill with any window or cap.
     is_tight = not target.is_amd and not target.has_descriptors
     block_n = 32 if is_wide or (is_tight and key.page < 64) else 64
     return TileConfig(

@@ -1,4 +1,4 @@
-"""What kind of device this is; knows torch, and nothing of Triton."""
+"""Detects the kind of device through torch, without importing Triton."""
 
 import torch
 
@@ -6,7 +6,7 @@ from gpuworker.attention.triton.configs import Target
 
 
 def detect(device: torch.device) -> Target:
-    """The target that kernels are built for on a CUDA or ROCm device.
+    """The target that kernels are compiled for on a CUDA or ROCm device.
 
     Raises:
         RuntimeError: torch finds no such device.
@@ -14,13 +14,13 @@ def detect(device: torch.device) -> Target:
     properties = torch.cuda.get_device_properties(device)
     arch = f"sm{properties.major}{properties.minor}"
     if torch.version.hip is not None:
-        # gfx942:sramecc+:xnack- and the like.
+        # For example "gfx942:sramecc+:xnack-".
         arch = properties.gcnArchName.split(":")[0]
     return Target(arch, properties.multi_processor_count)
 
 
 def float8_type(target: Target) -> torch.dtype | None:
-    """The eight-bit float that a device computes with."""
+    """The eight-bit float type that a device supports."""
     if not target.has_float8:
         return None
     return torch.float8_e4m3fnuz if target.is_amd else torch.float8_e4m3fn

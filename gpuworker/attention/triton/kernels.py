@@ -1,8 +1,8 @@
-"""The device side of paged attention: one source for decodes and chunks, and the merge of splits.
+"""The kernels of paged attention: one for decodes and chunks, and one that merges splits.
 
-A program takes one work item (see `work`): some queries of one request, all query heads of one KV
-head, one range of the context. Query heads that share a KV head are rows of the same product, so a
-decode of a group of 8 heads fills half of a 16-row tile instead of a sixteenth.
+A program computes one work item (see `work`) and one KV head: some queries of one request over one
+range of its context. Query heads that share a KV head are rows of the same product, so a decode
+with 8 query heads per KV head fills half of a 16-row tile instead of a sixteenth.
 """
 
 import triton
@@ -32,10 +32,10 @@ def _load_tile(
     PAGE: tl.constexpr, BLOCK_N: tl.constexpr, USES_DESCRIPTORS: tl.constexpr,
     IS_MASKED: tl.constexpr,
 ):  # fmt: skip
-    """Keys or values at `tile`...: [BLOCK_N, HEAD_DIM_PADDED]; zeros outside [kv_start, kv_end).
+    """Keys or values from position `tile` on: [BLOCK_N, HEAD_DIM_PADDED].
 
-    A descriptor brings a whole page, slots past the context included: the caller must not let
-    them into a sum.
+    Rows outside [kv_start, kv_end) are zeros, but a descriptor loads a whole page with the slots
+    past the context: the caller must keep those rows out of every sum.
     """
     if USES_DESCRIPTORS:
         page_id = tl.load(table + tile // PAGE)
@@ -46,7 +46,7 @@ def _load_tile(
         positions = tile + columns
         is_used = (positions >= kv_start) & (positions < kv_end)
         if BLOCK_N <= PAGE:
-            # The tile lies in one page: one block id, and the rest is affine.
+            # The tile lies in one page: one block id is loaded, other addresses are affine.
             block = tl.load(table + tile // PAGE).to(tl.int64)
             rows = (block * NUM_KV_HEADS + kv_head) * PAGE + tile % PAGE + columns
         else:
@@ -76,8 +76,8 @@ def _attend_range(
 ):  # fmt: skip
     """Adds the tiles in [start, end) to the running softmax.
 
-    `acc` is not yet divided by `row_sum`; `row_max` and scores are in base 2. Not masked: every
-    query sees every key of these tiles.
+    `acc` is not yet divided by `row_sum`; `row_max` and scores are in base 2. Without masks, every
+    query must see every key of these tiles.
     """
     for tile in tl.range(start, end, BLOCK_N):
         key = _load_tile(
@@ -99,7 +99,7 @@ def _attend_range(
         new_max = tl.maximum(row_max, tl.max(scores, 1))
         finite_max = new_max
         if IS_MASKED:
-            # A row that has seen nothing yet stays empty instead of becoming inf - inf.
+            # A row with no visible key so far has maximum -inf; 0 in its place avoids inf - inf.
             finite_max = tl.where(new_max == float("-inf"), 0.0, new_max)
         weights = tl.exp2(scores - finite_max[:, None])
         rescale = tl.exp2(row_max - finite_max)
@@ -111,7 +111,7 @@ def _attend_range(
         )  # fmt: skip
         value = value.to(query.dtype)
         if USES_DESCRIPTORS and IS_MASKED:
-            # Weight zero times what an unused slot holds may be NaN.
+            # An unused slot may hold NaN or inf, and zero weight times that is NaN.
             value = tl.where(is_used[:, None], value, 0.0)
         acc = tl.dot(weights.to(query.dtype), value, acc, input_precision="ieee")
         row_max = new_max
@@ -123,10 +123,10 @@ def _whole_tiles(
     kv_start, kv_end, first_position, num_queries, window,
     BLOCK_N: tl.constexpr, HAS_WINDOW: tl.constexpr,
 ):  # fmt: skip
-    """Start and end of the tiles that every query sees whole.
+    """Start and end of the range of tiles in which every query sees every key.
 
-    They lie between those cut by the window or the item's start and those cut by causality or the
-    item's end; the range may be empty.
+    Tiles before the range are cut by the window or the item's start, tiles after the range by
+    causality or the item's end. The range may be empty.
     """
     full_start = tl.cdiv(kv_start, BLOCK_N) * BLOCK_N
     if HAS_WINDOW:
@@ -149,14 +149,14 @@ def paged_attention(
 ):  # fmt: skip
     """Attention of one work item over one KV head; the grid is (num_items * NUM_KV_HEADS).
 
-    out: [num_padded_tokens, num_heads, HEAD_DIM], written where the item is not split.
-    query: as out, but a token's heads QUERY_STRIDE elements after the last token's.
+    out: [num_padded_tokens, num_heads, HEAD_DIM], written if the item is not split.
+    query: the shape of out; QUERY_STRIDE is the distance between tokens in elements.
     key_pool, value_pool: pointers or descriptors of [num_blocks, NUM_KV_HEADS, PAGE, HEAD_DIM].
-    tables: block ids; an item says where its request's begin.
-    items: [num_items, 8]; one with no queries is padding.
-    partial_out, partial_lse: [num_partial_rows, num_heads, HEAD_DIM_PADDED] and without the last,
-        float32, written where the item is split; the logarithm is in base 2.
-    score_scale: softmax scale in base 2, or with a cap 2 / cap of it.
+    tables: block ids; an item holds the offset of its request's first block id.
+    items: [num_items, 8]; an item with no queries is padding.
+    partial_out: [num_partial_rows, num_heads, HEAD_DIM_PADDED] float32, written if split.
+    partial_lse: [num_partial_rows, num_heads] float32, base 2, written if the item is split.
+    score_scale: softmax scale in base 2; with a soft cap, that scale times 2 / cap.
     cap_log2: soft cap in base 2.
     """
     program = tl.program_id(0)
@@ -214,14 +214,14 @@ def paged_attention(
         USES_DESCRIPTORS, True,
     )  # fmt: skip
 
-    # Read again: held over the loops, what says where results go would spill.
+    # Loaded a second time: keeping these values in registers during the loops would spill.
     first_token = tl.load(item + _FIRST_TOKEN, volatile=True)
     num_queries = tl.load(item + _NUM_QUERIES, volatile=True)
     partial_row = tl.load(item + _PARTIAL_ROW)
     tokens = (first_token + ranks).to(tl.int64)
     is_row = ranks < num_queries
     is_element = is_row[:, None] & (dims < HEAD_DIM)[None, :]
-    # A row with an empty range (another split has its keys, or it is padding) is all zeros.
+    # A row without visible keys (they are in another split, or the row is padding) is all zeros.
     is_empty = row_sum == 0.0
     divisor = tl.where(is_empty, 1.0, row_sum)
     acc = acc / divisor[:, None]
@@ -243,9 +243,10 @@ def merge_splits(
     NUM_HEADS: tl.constexpr, HEAD_DIM: tl.constexpr, HEAD_DIM_PADDED: tl.constexpr,
     BLOCK_SPLITS: tl.constexpr,
 ):  # fmt: skip
-    """Joins the splits of one query and head; the grid is (num_merges * NUM_HEADS).
+    """Merges the splits of one query and head; the grid is (num_merges * NUM_HEADS).
 
-    merges: [num_merges, 4]; one with no splits is padding. See `paged_attention` for the rest.
+    merges: [num_merges, 4]; an entry with no splits is padding. For the other arguments see
+    `paged_attention`.
     """
     program = tl.program_id(0)
     head = program % NUM_HEADS
@@ -266,8 +267,8 @@ def merge_splits(
         is_split = splits < num_splits
         rows = (first_row + splits * stride).to(tl.int64) * NUM_HEADS + head
         lse = tl.load(partial_lse + rows, mask=is_split, other=float("-inf"))
-        # Finite from the start: splits have more keys than tiles have queries, so a window begins
-        # after the first split at most.
+        # Finite from the first round on: a split has more keys than a tile has queries, so at most
+        # the first split lies wholly before a query's window.
         new_highest = tl.maximum(highest, tl.max(lse, 0))
         weights = tl.exp2(lse - new_highest)
         rescale = tl.exp2(highest - new_highest)

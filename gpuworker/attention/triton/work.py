@@ -1,8 +1,8 @@
-"""Cuts a step's attention into work items: which program computes which queries and keys.
+"""Cuts a step's attention into work items: the queries and keys that each program computes.
 
-A tile is some queries of one request. Tiles whose context is long against the step's total are
-split, so that few long requests fill the device as well as many short ones. Decodes, drafts to
-verify and prefill chunks are all tiles.
+A tile is some queries of one request: a decode, drafts to verify or part of a prefill chunk. A tile
+whose context is long compared with the step's total is split by context, so that a few long
+requests fill the device as well as many short requests do.
 """
 
 from dataclasses import dataclass
@@ -22,12 +22,12 @@ _Indices = NDArray[np.int64]
 
 @dataclass(frozen=True, slots=True)
 class TileShape:
-    """How one kind of request is cut.
+    """How requests of one kind are cut.
 
-    block_queries: queries of a tile.
-    block_keys: keys of a kernel's step; ranges begin at multiples of it.
-    target_items: splits are chosen to give about so many items a KV head.
-    min_keys: splits are not made smaller than this; a multiple of block_keys.
+    block_queries: queries per tile.
+    block_keys: keys per loop iteration of the kernel; ranges begin at multiples of block_keys.
+    target_items: the aimed-at number of items per KV head when tiles are split.
+    min_keys: least number of keys per split; a multiple of block_keys.
     """
 
     block_queries: int
@@ -47,7 +47,7 @@ class WorkList:
 
 @dataclass(frozen=True, slots=True)
 class ListSizes:
-    """Room of a work list for a kind of request and a number of tokens, whatever their contexts."""
+    """Upper bounds on a work list's size for one kind of request, by number of tokens alone."""
 
     num_items: int
     num_merges: int
@@ -55,10 +55,11 @@ class ListSizes:
 
     @staticmethod
     def of(num_padded_tokens: int, tile: TileShape) -> "ListSizes":
-        """Bounds that hold for every step.
+        """Bounds that hold for every step of this many tokens, whatever their contexts.
 
-        Tiles are at most as many as tokens. Splits beyond a tile's first are at most target_items,
-        and so are tiles that are split, since each of them is longer than the fair share.
+        There are at most as many tiles as tokens. All tiles together have at most target_items
+        splits beyond the first of each tile. At most target_items tiles are split, because a split
+        tile is longer than the fair share of an item.
         """
         split_queries = tile.target_items * tile.block_queries
         return ListSizes(
@@ -71,14 +72,14 @@ class ListSizes:
 def build(
     shape: StepShape, requests: _Indices, tile: TileShape, window: int | None, first_row: int = 0
 ) -> WorkList:
-    """The work of some requests of a step.
+    """Builds the work list for some requests of a step.
 
     Args:
         shape: the step.
-        requests: [num_members] which of its requests.
-        tile: how they are cut.
+        requests: [num_members] indices of the requests in the step.
+        tile: how the requests are cut.
         window: sliding window or None.
-        first_row: first partial row that is free.
+        first_row: first free partial row.
     """
     if not len(requests):
         return _NOTHING
@@ -132,9 +133,9 @@ def _tiles(
 def _sorted_items(
     columns: list[_Indices], start: _Indices, end: _Indices, partial_row: _Indices | int
 ) -> Int32Array:
-    """Items of their columns, longest first: [num_items, ITEM_FIELDS].
+    """Joins columns into items, longest first: [num_items, ITEM_FIELDS].
 
-    The items that start last are then short, so that no long item runs alone at the end.
+    The programs that start last then have short items, so that no long item runs alone at the end.
     """
     items = np.zeros((len(start), ITEM_FIELDS), dtype=np.int32)
     for field, column in enumerate((*columns, start, end, partial_row)):
@@ -154,7 +155,7 @@ def clear_items(first_token: int, num_tokens: int, tile: TileShape) -> Int32Arra
 
 
 def _steps_a_split(steps: _Indices, tile: TileShape) -> _Indices:
-    """Even splits of each tile, none longer than the step's fair share: [num_tiles]."""
+    """Kernel iterations per split of each tile, even and at most the fair share: [num_tiles]."""
     least = tile.min_keys // tile.block_keys
     fair = max(least, -(-int(steps.sum()) // tile.target_items), 1)
     splits = -(-steps // fair)

@@ -1,10 +1,10 @@
-"""The passes of a decoder layer between its matrix products, each over its data once."""
+"""Kernels for the work between a decoder layer's matrix products; each reads its data once."""
 
 import triton
 import triton.language as tl
 
 _LOG2_E = tl.constexpr(1.4426950408889634)
-# sqrt(2 / pi), of the tanh form of GELU.
+# sqrt(2 / pi), from the tanh approximation of GELU.
 _GELU_SCALE = tl.constexpr(0.7978845608028654)
 _GELU_CUBE = tl.constexpr(0.044715)
 
@@ -14,7 +14,7 @@ def add_rms_norm(
     normed, residual, update, weight, eps,
     SIZE: tl.constexpr, BLOCK: tl.constexpr, HAS_UPDATE: tl.constexpr,
 ):  # fmt: skip
-    """Adds `update` to `residual`, in place, and normalizes the sum; the grid is (num_tokens).
+    """Adds `update` to `residual` in place and normalizes the sum; the grid is (num_tokens).
 
     normed, residual, update: [num_tokens, SIZE]; weight: [SIZE] float32.
     """
@@ -63,8 +63,8 @@ def _turned_heads(
 ):  # fmt: skip
     """Some heads of a token, normalized and rotated: [BLOCK_HEADS, HEAD_DIM_PADDED] float32.
 
-    Each dimension of the first half turns with its partner in the second; both are loaded twice
-    instead of being exchanged between threads.
+    A rotation combines each dimension of the first half with its partner in the second half. Both
+    are loaded twice, which avoids an exchange between threads.
     """
     ranks = first_head + tl.arange(0, BLOCK_HEADS)
     dims = tl.arange(0, HEAD_DIM_PADDED)
@@ -102,17 +102,17 @@ def rotate_and_write(
     HEAD_DIM_PADDED: tl.constexpr, ROTARY_DIM: tl.constexpr, HAS_NORM: tl.constexpr,
     PAGE: tl.constexpr, BLOCK_HEADS: tl.constexpr, LIMIT: tl.constexpr,
 ):  # fmt: skip
-    """From the product of a layer's qkv to its attention, in one pass.
+    """Normalizes and rotates queries and keys and writes keys and values to the pool, in one pass.
 
     The grid is (num_padded_tokens, query blocks + KV blocks) of BLOCK_HEADS heads.
 
     query_out: [num_padded_tokens, NUM_HEADS, HEAD_DIM].
     key_pool, value_pool: [num_blocks, NUM_KV_HEADS, PAGE, HEAD_DIM].
     qkv: [num_padded_tokens, NUM_HEADS + 2 * NUM_KV_HEADS, HEAD_DIM].
-    positions, slots: [num_padded_tokens]; a negative slot: nothing is written.
-    query_norm, key_norm: [HEAD_DIM], read where HAS_NORM.
-    cosines, sines: [max_model_len, ROTARY_DIM / 2] float32, read where ROTARY_DIM is not 0.
-    LIMIT: largest magnitude that the pool's type holds, 0 for types that need no clamp.
+    positions, slots: [num_padded_tokens]; for a negative slot no key or value is written.
+    query_norm, key_norm: [HEAD_DIM], read if HAS_NORM.
+    cosines, sines: [max_model_len, ROTARY_DIM / 2] float32, read if ROTARY_DIM is not 0.
+    LIMIT: largest magnitude of the pool's type; 0 for types that need no clamp.
     """
     token = tl.program_id(0).to(tl.int64)
     block = tl.program_id(1)

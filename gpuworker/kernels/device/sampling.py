@@ -1,8 +1,8 @@
-"""From logits to tokens: edits, penalties, truncation and Gumbel-max, one program a row.
+"""Sampling kernels: logit edits, penalties, truncation and Gumbel-max.
 
-A row's token depends on its own logits, settings, seed and position. Truncation finds its
-thresholds by narrowing the order of float32 values four bits at a time, which is exact and needs
-neither a sort nor memory of its own.
+A row's token depends only on that row's logits, settings, seed and position. Truncation finds its
+thresholds by a radix search over the ordered bits of float32 values, four bits at a time. The
+search is exact and needs neither a sort nor extra memory.
 """
 
 import triton
@@ -22,8 +22,8 @@ _NO_TOKEN = tl.constexpr(0x7FFFFFFF)
 def edit_logits(logits, rows, token_ids, values, VOCAB_SIZE: tl.constexpr):  # fmt: skip
     """Adds values to single logits; the grid is (num_edits).
 
-    logits: [num_samples, VOCAB_SIZE]; rows, token_ids, values: [num_edits]; a row may be negative:
-    padding. Minus infinity forbids a token.
+    logits: [num_samples, VOCAB_SIZE]; rows, token_ids, values: [num_edits]. An edit with a negative
+    row is padding. The value minus infinity forbids a token.
     """
     edit = tl.program_id(0)
     row = tl.load(rows + edit).to(tl.int64)
@@ -38,18 +38,18 @@ def adjust_logits(
     draft_counts, drafts, repetition, presence, frequency, temperature,
     VOCAB_SIZE: tl.constexpr, BLOCK: tl.constexpr,
 ):  # fmt: skip
-    """Penalties, grammar and temperature in one pass; the grid is (num_samples, blocks).
+    """Applies penalties, grammar and temperature in one pass; the grid is (num_samples, blocks).
 
     logits: [num_samples, VOCAB_SIZE] float32, changed in place.
     slots: [num_samples] row of the persistent batch.
-    output_counts: [num_slots, VOCAB_SIZE] int16, how often a row's output has each token.
-    prompt_bits: [num_slots, words] int32, which tokens its prompt has.
-    grammar_rows: [num_samples] row of grammar_bits or negative; grammar_bits: [_, words] int32,
-        which tokens may come.
-    draft_starts, draft_counts: [num_samples] the drafts before a sample, in `drafts`; they count
-        as output.
-    repetition, presence, frequency, temperature: [num_samples] float32; 1, 0, 0 change nothing,
-        and a temperature of 0 leaves the scale.
+    output_counts: [num_slots, VOCAB_SIZE] int16, how often each token is in the request's output.
+    prompt_bits: [num_slots, words] int32, which tokens are in the request's prompt.
+    grammar_rows: [num_samples] row of grammar_bits, or negative without a grammar.
+    grammar_bits: [_, words] int32, which tokens the grammar allows.
+    draft_starts, draft_counts: [num_samples] the range in `drafts` of the drafts before a sample;
+        these drafts count as output.
+    repetition, presence, frequency, temperature: [num_samples] float32; penalties of 1, 0 and 0
+        change nothing; a temperature of 0 does not scale.
     """
     WORDS: tl.constexpr = (VOCAB_SIZE + 31) // 32
     sample = tl.program_id(0).to(tl.int64)
@@ -91,14 +91,14 @@ def _mix(x):
 
 @triton.jit
 def _key(values):
-    """Integers in the order of float32 values; NaN comes first or last."""
+    """Maps float32 values to integers of the same order; NaN sorts first or last."""
     bits = values.to(tl.int32, bitcast=True)
     return tl.where(bits < 0, bits ^ 0x7FFFFFFF, bits)
 
 
 @triton.jit
 def _value(key):
-    """The float32 value of a key; minus infinity of the lowest, which no value has."""
+    """The float32 value of a key; minus infinity for the lowest key, which no value maps to."""
     narrow = key.to(tl.int32)
     bits = tl.where(narrow < 0, narrow ^ 0x7FFFFFFF, narrow)
     return tl.where(key == _LOWEST_KEY, float("-inf"), bits.to(tl.float32, bitcast=True))
@@ -109,9 +109,10 @@ def _highest_key_reaching(
     row, wanted, floor, largest,
     VOCAB_SIZE: tl.constexpr, BLOCK: tl.constexpr, BY_MASS: tl.constexpr,
 ):  # fmt: skip
-    """The highest key whose tokens, it and those above, make up `wanted`.
+    """The highest key such that the tokens at or above this key sum to at least `wanted`.
 
-    Tokens count one each, or by mass exp(value - largest) when not below `floor`.
+    A token counts 1. With BY_MASS, it counts exp(value - largest), or 0 if its value is below
+    `floor`.
     """
     lowest = tl.full([], _LOWEST_KEY, tl.int64)
     step = tl.full([], 1 << 28, tl.int64)
@@ -141,13 +142,13 @@ def sample_tokens(
     token_ids, scaled, seeds, positions, top_k, top_p, min_p, is_drawn,
     VOCAB_SIZE: tl.constexpr, BLOCK: tl.constexpr, BLOCK_SEARCH: tl.constexpr,
 ):  # fmt: skip
-    """Gumbel-max over what truncation leaves; the grid is (num_samples).
+    """Gumbel-max over the tokens that truncation keeps; the grid is (num_samples).
 
-    token_ids: [num_samples] int32.
-    scaled: [num_samples, VOCAB_SIZE] float32 logits over temperature.
+    token_ids: [num_samples] int32, the result.
+    scaled: [num_samples, VOCAB_SIZE] float32 logits divided by temperature.
     seeds, positions: [num_samples] int64; a seed's bits are unsigned.
     top_k: [num_samples] int32, 0 is off; top_p, min_p: float64, 1 and 0 are off.
-    is_drawn: [num_samples] int32; 0 takes the likeliest token, the first of equals.
+    is_drawn: [num_samples] int32; 0 takes the likeliest token, on ties the lowest token id.
     """
     sample = tl.program_id(0).to(tl.int64)
     row = scaled + sample * VOCAB_SIZE
@@ -186,7 +187,7 @@ def sample_tokens(
             )
             floor = tl.maximum(floor, _value(key))
 
-    # The likeliest token is always left, whatever rounding did to the thresholds.
+    # Truncation always keeps the likeliest token, even if rounding raised a threshold above it.
     floor = tl.minimum(floor, largest)
     stream = _mix(tl.load(seeds + sample).to(tl.uint64, bitcast=True))
     stream = _mix(stream + (tl.load(positions + sample) + 1).to(tl.uint64) * _GOLDEN)
@@ -197,7 +198,7 @@ def sample_tokens(
         values = tl.load(row + tokens, mask=tokens < VOCAB_SIZE, other=float("-inf"))
         is_left = (tokens < VOCAB_SIZE) & (values >= floor)
         scores = values.to(tl.float64)
-        # Noise is only made for blocks that have a token left.
+        # Noise is computed only for blocks in which truncation keeps a token.
         if is_random & (tl.max(is_left.to(tl.int32), 0) != 0):
             bits = _mix(stream + tokens.to(tl.uint64) * _GOLDEN)
             uniform = ((bits >> 11).to(tl.int64).to(tl.float64) + 0.5) * 1.1102230246251565e-16
@@ -208,7 +209,7 @@ def sample_tokens(
         best_token = tl.where(is_better, tokens, best_token)
     winner = tl.max(best, 0)
     token = tl.min(tl.where(best == winner, best_token, _NO_TOKEN), 0)
-    # Logits that are not numbers leave no winner; the caller refuses such a row.
+    # If the logits are NaN, no token was chosen and 0 is stored; the caller rejects such a row.
     tl.store(token_ids + sample, tl.where(token == _NO_TOKEN, 0, token))
 
 
@@ -216,13 +217,14 @@ def sample_tokens(
 def accept_drafts(
     num_kept, token_ids, sample_starts, num_samples, draft_starts, drafts, BLOCK: tl.constexpr
 ):  # fmt: skip
-    """How many of each request's samples count; the grid is (num_reqs).
+    """Counts each request's accepted samples; the grid is (num_reqs).
 
-    Up to and with the first that differs from its draft: what was sampled after an accepted draft
-    is what would have been sampled without drafts.
+    A request keeps its samples up to and including the first sample that differs from its draft.
+    A sample after an accepted draft equals the sample that decoding without drafts would give.
 
-    num_kept, num_samples: [num_reqs]; sample_starts: [num_reqs] its first sample in token_ids;
-    draft_starts: [num_reqs] its first draft in drafts; it has one draft less than samples, or none.
+    num_kept, num_samples: [num_reqs].
+    sample_starts, draft_starts: [num_reqs] a request's first sample in token_ids and first draft in
+        drafts. A request has one draft less than samples, or no samples.
     """
     request = tl.program_id(0)
     samples = tl.load(num_samples + request)
