@@ -1,9 +1,9 @@
-"""Who works on which text: child processes in lanes, each first come, first served.
+"""Assigns text jobs to child processes, in lanes by size, each first come, first served.
 
-Texts are rendered and tokenized, and short ones, which take milliseconds, do not wait for big ones:
-four lanes. Each has a few children and room for so many characters; a text beyond that is refused.
-A short text that takes long leaves its lane to the next one, and goes on at low priority; of too
-many such texts the one that has run longest is ended.
+Four lanes ensure that short texts, which take milliseconds, do not wait for large texts. Each lane
+has a few children and a limit on waiting characters; a text beyond the limit is refused. A job on a
+short text that overruns frees its slot for the next job and continues at low priority. When too
+many jobs have overrun, the job that has run longest is killed.
 """
 
 import asyncio
@@ -18,17 +18,17 @@ from router.text.errors import TextProcessError
 from router.text.jobs import Answer, Job, Prepare, Render
 from router.text.processes import TextProcess, TextProcesses
 
-# About 20 ms of tokenization: as long as a short text may wait for another.
+# About 20 ms of tokenization: the longest that one short text may delay another.
 _MAX_SHORT_CHARS = 40_000
-# A child that worked on a bigger text is not used again.
+# A child that processed a larger text is not reused.
 _MAX_REUSE_CHARS = 400_000
-# A short job that takes more processor time than this leaves its lane to others, and so many may.
+# A short job that takes more CPU time than this frees its slot; at most this many such jobs run.
 _RENDER_SLOT_CPU_S, _SLOT_CPU_S = 0.01, 0.1
 _MAX_OVERTIME = 4
-# Children leave the processor to the router and the worker, and long jobs to short ones.
+# Niceness: children yield the CPU to the router and the worker, and long jobs to short jobs.
 _NICENESS, _BIG_NICENESS, _OVERTIME_NICENESS = 5, 10, 19
 
-# Ten times what the slowest machine needs.
+# Ten times the need of the slowest machine.
 _CPU_S, _CPU_S_PER_CHAR, _RENDER_CPU_S_PER_CHAR = 1.0, 10e-6, 1e-6
 _MEMORY_BYTES, _MEMORY_BYTES_PER_CHAR = 128 << 20, 256
 
@@ -37,7 +37,7 @@ class Lanes:
     """The lanes of one router; its owner closes the processes."""
 
     def __init__(self, processes: TextProcesses, num_slots: int, max_waiting_chars: int) -> None:
-        """num_slots children work in each lane, max_waiting_chars may wait in each."""
+        """num_slots (children) and max_waiting_chars are limits of each lane."""
         self.processes = processes
         lane = functools.partial(Lane, processes, num_slots, max_waiting_chars)
         self.short_render = lane(slot_cpu_s=_RENDER_SLOT_CPU_S, niceness=_NICENESS)
@@ -47,12 +47,12 @@ class Lanes:
 
     @property
     def num_waiting_chars(self) -> int:
-        """Of texts that are in a lane."""
+        """Characters of all texts in the lanes, waiting or being processed."""
         lanes = (self.short_render, self.short, self.big_render, self.big)
         return sum(lane.num_waiting_chars for lane in lanes)
 
     async def run(self, job: Job, num_chars: int) -> Answer:
-        """The job's answer from a child of its lane; errors as those of `Lane.run`."""
+        """The job's answer from a child of the lane for its size; raises as `Lane.run` does."""
         is_short = num_chars <= _MAX_SHORT_CHARS
         if isinstance(job, Render | Prepare):
             lane = self.short_render if is_short else self.big_render
@@ -73,9 +73,9 @@ class Lane:
         slot_cpu_s: float,
         niceness: int,
     ) -> None:
-        """A job that takes more processor time leaves its slot to the next job and goes on.
+        """A job that exceeds the slot's CPU time frees its slot and continues.
 
-        niceness is the children's, beyond the router's own.
+        niceness of the children is added to the router's own.
         """
         self._processes = processes
         self._slots = asyncio.Semaphore(num_slots)
@@ -83,12 +83,12 @@ class Lane:
         self._max_waiting_chars = max_waiting_chars
         self._slot_cpu_s = slot_cpu_s
         self._niceness = niceness
-        # Those that have left their slots, the longest first.
+        # Jobs that have overrun and freed their slots, the longest-running first.
         self._overtime: dict[_Slot, TextProcess] = {}
         self.num_waiting_chars = 0
 
     async def run(self, job: Job, num_chars: int) -> Answer:
-        """The job's answer; RESOURCE_EXHAUSTED when too much waits already.
+        """The job's answer; RESOURCE_EXHAUSTED when too much text is waiting.
 
         Raises TextProcessError when the job exceeds its limits.
         """
@@ -111,7 +111,7 @@ class Lane:
         finally:
             self.num_waiting_chars -= num_chars
         if num_chars > _MAX_REUSE_CHARS or slot.is_overtime:
-            # A process gives back what a big text took only by ending, and its niceness never.
+            # A process frees a large text's memory only by ending, and cannot lower its niceness.
             process.kill()
         else:
             self._idle.append(process)
@@ -132,7 +132,7 @@ class Lane:
 
     @contextlib.contextmanager
     def _watched(self, process: TextProcess, slot: "_Slot") -> Iterator[None]:
-        """Watch over a job: of too many that overrun their slots, the longest are ended."""
+        """Watch a job for overrun: beyond the limit, the longest-running overrun job is killed."""
         loop = asyncio.get_running_loop()
         begin = process.cpu_s()
         timers: list[asyncio.TimerHandle] = []
@@ -142,7 +142,7 @@ class Lane:
                 timers.append(loop.call_later(self._slot_cpu_s, look))
                 return
             if len(self._overtime) == _MAX_OVERTIME:
-                # The one that has run for longest, as this may be the first that is harmless.
+                # The longest-running job is killed, because the newest overrun may be harmless.
                 longest, of_longest = next(iter(self._overtime.items()))
                 longest.is_taken_away = True
                 of_longest.stop()
@@ -161,7 +161,7 @@ class Lane:
 
 
 class _Slot:
-    """A place in a lane, held until it is left."""
+    """A slot of a lane, held until the job leaves it."""
 
     def __init__(self, slots: asyncio.Semaphore) -> None:
         self._slots = slots
@@ -180,7 +180,7 @@ def _too_many() -> ServiceError:
 
 
 def task_of(job: Job, num_chars: int) -> Task:
-    """The job with what it may take, at the size of its text."""
+    """The job with the limits for its text's size."""
     is_render = isinstance(job, Render)
     return Task(
         job,

@@ -1,9 +1,9 @@
 """Prompts to token ids, within limits on time and memory, and off the event loop.
 
 A short text is tokenized at once, in the router's own process, if the model's tokenizer and chat
-template are known to take a time in proportion to the text. All else is done by child processes,
-which are killed when they exceed the processor time or memory allowed for the text's size, or when
-the caller goes away (`router.lanes`).
+template are known to take time linear in the text's length. All other texts go to child processes.
+A child is killed when the CPU time or memory allowed for the text's size is exceeded, or when the
+client goes away (`router.lanes`).
 """
 
 import logging
@@ -39,12 +39,12 @@ from router.text.tokenizer import ModelText
 
 logger = logging.getLogger(__name__)
 
-# About half a millisecond of tokenization; below it, another process costs more.
+# About half a millisecond of tokenization; for less, using another process costs more.
 _MAX_INLINE_CHARS = 2_000
-# A message counts as this many characters besides its own.
+# A message counts as this many characters more than its text.
 _CHARS_PER_MESSAGE = 50
 _CHARS_PER_WORD = 10
-# What a bigger prompt took is given back to the system.
+# Memory freed after a larger prompt is returned to the system.
 _BIG_CHARS = 400_000
 
 
@@ -58,7 +58,7 @@ class TextPrompt:
 
 @dataclass(frozen=True, slots=True)
 class ChatPrompt:
-    """Messages with `role` and `content`, put through the model's template."""
+    """Messages with `role` and `content`, rendered with the model's template."""
 
     messages: Sequence[Mapping[str, str]]
     add_generation_prompt: bool
@@ -92,7 +92,7 @@ class PromptReader:
         max_waiting_chars: int = 32_000_000,
         has_spelled_control_tokens: bool = False,
     ) -> None:
-        """num_processes are those of each lane, max_waiting_chars what may wait in each.
+        """num_processes and max_waiting_chars (the limit on waiting text) apply to each lane.
 
         has_spelled_control_tokens lets messages spell control tokens.
         """
@@ -103,11 +103,11 @@ class PromptReader:
 
     @property
     def num_waiting_chars(self) -> int:
-        """Of texts that are in a lane."""
+        """Characters of all texts in the lanes, waiting or being processed."""
         return self._lanes.num_waiting_chars
 
     def fork(self) -> None:
-        """Make the children's fork server out of this process, which must have no threads yet."""
+        """Fork the children's fork server from this process, which must have no threads yet."""
         self._lanes.processes.fork()
 
     def close(self) -> None:
@@ -136,13 +136,13 @@ class PromptReader:
         echo: bool,
         keep_special_tokens: bool,
     ) -> tuple[Int32Array, str]:
-        """[num_tokens] ids, and the text that an echo shows ("" when there is none).
+        """[num_tokens] ids, and the prompt's text for `echo` ("" when there is none).
 
         check is called with lower bounds on the number of tokens, before any work and again when
-        the text is known, and raises when the request cannot be let in. Above max_tokens the bound
-        is not made more exact. Raises ServiceError naming the field when the prompt is empty
-        or its messages do not fit the template, RESOURCE_EXHAUSTED when too much text waits
-        already, and INTERNAL when the model's tokenizer fails.
+        the text is rendered; check raises when the request cannot be admitted. Above max_tokens
+        the bound is not refined. Raises ServiceError naming the field when the prompt is empty
+        or its messages do not fit the template, RESOURCE_EXHAUSTED when too much text is waiting,
+        and INTERNAL when the model's tokenizer fails.
         """
         try:
             check(1)
@@ -181,7 +181,7 @@ class PromptReader:
         else:
             chat = await self._render(model, prompt)
             text = chat.text
-            # The template writes the special tokens itself.
+            # The template writes the special tokens, so the tokenizer must add none.
             job = (
                 Encode(model=model, text=text, add_special_tokens=False)
                 if self._has_spelled_control_tokens
@@ -197,7 +197,7 @@ class PromptReader:
         return token_ids, text if isinstance(prompt, TextPrompt) else await spell(token_ids)
 
     async def bad_words(self, model: str, words: Sequence[str]) -> list[list[list[int]]]:
-        """For each word, the token sequences that spell it; errors as those of `read`."""
+        """The token sequences that spell each word; raises the same errors as `read`."""
         job = EncodeBadWords(model=model, words=words)
         # Each word is tokenized in three spellings.
         num_chars = 3 * sum(_CHARS_PER_WORD + len(word) for word in words)
@@ -215,7 +215,7 @@ class PromptReader:
         return msgspec.convert(await self._do(job, prompt.num_chars, is_known), ChatText)
 
     async def _do(self, job: Job, num_chars: int, is_known: bool) -> Any:
-        """What the job gives, or the ServiceError that says why it does not."""
+        """The job's result; raises a ServiceError when the job fails."""
         answer = await self._answer(job, num_chars, is_known=is_known)
         if isinstance(answer, Done):
             return answer.value

@@ -1,8 +1,8 @@
-"""Reads a GGUF file's header: its key-value pairs and where its tensors lie.
+"""Reads a GGUF file's header: its key-value pairs and the location of its tensors.
 
-Every number of the file is checked against the file's size and the format's bounds before anything
-is allocated or repeated by it. What a value means is for the caller. The `gguf` package reads
-headers too, but keeps each string of a vocabulary as arrays, which takes seconds.
+Every number in the file is checked against the file's size and the format's bounds before the
+number sizes an allocation or a loop. The caller interprets the values. The `gguf` package reads
+headers too, but stores each string of a vocabulary as arrays, which takes seconds.
 """
 
 import mmap
@@ -26,10 +26,10 @@ _MAX_DIMENSIONS = 4
 # Real headers have a few hundred pairs and tensors, vocabularies of 300,000 and less than 20 MB.
 _MAX_PAIRS = 1 << 16
 _MAX_TENSORS = 1 << 17
-_MAX_ARRAY_VALUES = 1 << 23  # of all arrays together
+_MAX_ARRAY_VALUES = 1 << 23  # sum over all arrays
 _MAX_HEADER_BYTES = 1 << 28
-# The least that one takes in the file: a length, a type and a byte; a length, a number of
-# dimensions, one dimension, a type and an offset.
+# The smallest size in the file: a pair is a length, a type and a byte; a tensor is a length, a
+# number of dimensions, one dimension, a type and an offset.
 _MIN_PAIR_BYTES = 8 + 4 + 1
 _MIN_TENSOR_BYTES = 8 + 4 + 8 + 4 + 8
 
@@ -40,7 +40,7 @@ class GgufError(ValueError):
 
 @dataclass(frozen=True, slots=True)
 class TensorPlace:
-    """A tensor as the header has it: shape is rows first, kind is GGML's number of its type."""
+    """A tensor's entry in the header: `shape` is rows first, `kind` is GGML's type number."""
 
     shape: tuple[int, ...]
     kind: int
@@ -57,14 +57,14 @@ class GgufHeader:
 
 
 def read_gguf_header(file: Path, *, with_strings: bool) -> GgufHeader:
-    """Reads and checks a file's header.
+    """Reads and validates a file's header.
 
     Args:
         file: to read.
-        with_strings: whether arrays of strings, which are vocabularies, are kept.
+        with_strings: whether to keep arrays of strings (vocabularies).
 
     Raises:
-        GgufError: the file is not GGUF, is cut in its header, or has a value out of bounds.
+        GgufError: the file is not GGUF, ends within its header, or has a value out of bounds.
         OSError: the file cannot be read.
     """
     with file.open("rb") as stream:
@@ -120,7 +120,7 @@ class _Reader:
         return int(value)
 
     def _tensor(self, name: str) -> TensorPlace:
-        """A tensor's place; the offset is still from where data begins."""
+        """A tensor's entry; its offset still counts from the start of the data section."""
         count = self._scalar("<I")
         if not 0 < count <= _MAX_DIMENSIONS:
             self._refuse(f"dimensions of tensor {name!r}", count, f"1 to {_MAX_DIMENSIONS}")
@@ -141,7 +141,7 @@ class _Reader:
         return TensorPlace(tensor.shape, tensor.kind, offset)
 
     def _value(self, key: str, kind: int) -> Any:
-        """A value; None for an array of strings that is not kept."""
+        """Reads a value; None for an array of strings that is not kept."""
         if kind == _STRING:
             return self._string(key)
         if kind == _ARRAY:
@@ -193,7 +193,7 @@ class _Reader:
         return self._buffer[begin : self._at].decode("utf-8", errors="replace")
 
     def _check_count(self, what: str, count: int, most: int, item_bytes: int) -> None:
-        """Refuses more items than allowed, or than the rest of the header can hold."""
+        """Refuses a count above the limit, or above what the rest of the header can hold."""
         most = min(most, max(self._end - self._at, 0) // item_bytes)
         if count > most:
             raise GgufError(

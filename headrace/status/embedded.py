@@ -1,8 +1,8 @@
 """A status store for one machine: a real Valkey server as a child process.
 
-The server listens on a unix socket in a private folder, asks for a password of this run, is started
-again when it dies, and ends with this process. It keeps an append-only file, so that a restart
-loses no acknowledged write.
+The server listens on a unix socket in a private folder and requires a password drawn for this run.
+The server is restarted when it dies, and stopped when this process ends. An append-only file
+ensures that a restart loses no acknowledged write.
 """
 
 import asyncio
@@ -30,7 +30,7 @@ _POLL_S = 0.01
 _STOP_TIMEOUT_S = 5.0
 _FIRST_BACKOFF_S = 0.1
 _MAX_BACKOFF_S = 5.0
-# A server that ran this long was healthy, so the backoff starts again.
+# A server that ran this long was healthy, so the restart backoff is reset.
 _WELL_AFTER_S = 10.0
 
 _CONFIG = """
@@ -48,11 +48,11 @@ loglevel warning
 
 
 class EmbeddedStoreError(RuntimeError):
-    """The server cannot be had or does not start; the message says why."""
+    """No server is installed, or the server does not start; the message says why."""
 
 
 def find_server() -> Path:
-    """A Valkey or Redis server: one on PATH first, else the one that comes with Headrace."""
+    """Path of a Valkey or Redis server: from PATH, else the binary that Headrace ships with."""
     for name in ("valkey-server", "redis-server"):
         if (found := shutil.which(name)) is not None:
             return Path(found)
@@ -75,7 +75,7 @@ class EmbeddedStore:
     """
 
     def __init__(self, data_dir: Path | None = None, server: Path | None = None) -> None:
-        """data_dir keeps records over restarts of Headrace; None: they go with this run."""
+        """data_dir keeps records across restarts of Headrace; None: records are lost at exit."""
         self._server = server
         self._data_dir = data_dir
         self._password = secrets.token_urlsafe(24)
@@ -87,12 +87,12 @@ class EmbeddedStore:
 
     @property
     def url(self) -> str:
-        """What `StatusStore` takes."""
+        """The URL for `StatusStore`."""
         return f"unix://{self._socket}?password={self._password}"
 
     @property
     def pid(self) -> int:
-        """The server's process id; changes at a restart."""
+        """The server's process id, which changes at a restart."""
         assert self._process is not None, "started by `async with`"
         return self._process.pid
 
@@ -113,7 +113,7 @@ class EmbeddedStore:
 
     async def __aexit__(self, *_: object) -> None:
         assert self._supervision is not None
-        # Not by cancellation alone, which a library may swallow.
+        # The loop checks a flag too, because a library may swallow a cancellation.
         self._is_closing = True
         self._supervision.cancel()
         await self._end(signal.SIGTERM)
@@ -140,10 +140,10 @@ class EmbeddedStore:
                 stdin=asyncio.subprocess.PIPE,
                 stdout=log,
                 stderr=log,
-                # Ctrl-C in the terminal must not end the store before its users.
+                # Ctrl-C in the terminal must not stop the server before its writers.
                 start_new_session=True,
             )
-        # By a pipe, so that the password is in no file and in no argument list.
+        # The configuration goes through a pipe: the password is in no file and no argument list.
         assert process.stdin is not None
         process.stdin.write(config.encode())
         process.stdin.close()
@@ -179,7 +179,7 @@ class EmbeddedStore:
                 await self._end(signal.SIGKILL)
 
     async def _answers(self) -> bool:
-        """Whether the server has loaded its file and takes commands."""
+        """Whether the server has loaded its append-only file and accepts commands."""
         if not self._socket.exists():
             return False
         client = Redis.from_url(self.url, socket_timeout=1.0, retry=Retry(NoBackoff(), 0))
@@ -191,7 +191,7 @@ class EmbeddedStore:
             await client.aclose()
 
     async def _end(self, number: signal.Signals) -> None:
-        """Ends the server and waits; kills the server when that takes too long."""
+        """Terminates the server and waits; kills the server after a timeout."""
         process = self._process
         if process is None or process.returncode is not None:
             return

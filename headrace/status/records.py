@@ -7,22 +7,22 @@ from headrace.status.states import State
 
 
 class Verdict(StrEnum):
-    """What became of an update."""
+    """The store's verdict on an update."""
 
     APPLIED = "APPLIED"
-    # The record has this state and epoch already; numbers of a live one were refreshed.
+    # The record already has this state and epoch; the numbers of a live record were refreshed.
     REPEATED = "REPEATED"
-    # Another writer's change has to come first.
+    # Another writer's transition must be applied first.
     EARLY = "EARLY"
-    # A later dispatch has taken the request over.
+    # The record has a greater epoch: the request was dispatched again.
     STALE = "STALE"
-    # The table does not have it.
+    # The transition is not in the table.
     ILLEGAL = "ILLEGAL"
 
 
 @dataclass(frozen=True, slots=True)
 class WriteOutcome:
-    """A verdict, and what the record said before; state None: there was none, epoch 0."""
+    """A verdict, and the record's state and epoch before; None and 0 when there was no record."""
 
     verdict: Verdict
     state: State | None
@@ -35,10 +35,10 @@ class WriteOutcome:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Update:
-    """A change of state; fields that are None stay as they are in the record.
+    """A change of state; a field that is None leaves the record's field unchanged.
 
-    time_unix_s is when it happened. create_time_unix_s is when the request arrived, the same in all
-    of its updates: it tells requests apart that use one id after each other.
+    time_unix_s is the time of the change. create_time_unix_s is the request's arrival, the same in
+    all of its updates: the arrival distinguishes successive requests that reuse one id.
     """
 
     request_id: str
@@ -58,7 +58,7 @@ class Update:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Record:
-    """A request's record. Times are seconds since the epoch of Unix; unknown texts are ""."""
+    """A request's record. Times are Unix seconds; unknown texts are ""."""
 
     request_id: str
     state: State

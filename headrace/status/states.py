@@ -2,17 +2,17 @@
 
 Pure: `store` applies the table by compare-and-set.
 
-An epoch counts dispatches of a request. A change keeps the epoch, except that a router which
-takes a live request back (its scheduler is gone, or everything restarted) raises it: what the
-old scheduler still writes is then refused. Another request that uses the id later begins again,
-with no record and epoch 1; see `store`.
+An epoch counts dispatches of a request. A transition keeps the epoch, with one exception: a router
+that takes a live request back (its scheduler is lost, or all services restarted) raises the epoch.
+Later writes of the old scheduler are then refused. A later request that reuses the id starts with
+no record and epoch 1; see `store`.
 """
 
 from enum import StrEnum
 
 
 class State(StrEnum):
-    """The state of a request, as its caller sees it."""
+    """The state of a request, as the client sees it."""
 
     QUEUED = "QUEUED"
     REJECTED = "REJECTED"
@@ -20,7 +20,7 @@ class State(StrEnum):
     DISPATCHED = "DISPATCHED"
     RUNNING = "RUNNING"
     PREEMPTED = "PREEMPTED"
-    PAUSED = "PAUSED"  # its client does not read, or has read and it waits to run again
+    PAUSED = "PAUSED"  # the client is not reading, or has read and the request waits to run
     STOPPED = "STOPPED"
     LENGTH_CAPPED = "LENGTH_CAPPED"
     REPETITION = "REPETITION"
@@ -30,12 +30,12 @@ class State(StrEnum):
 
     @property
     def is_final(self) -> bool:
-        """Whether nothing follows."""
+        """Whether the state is final."""
         return self not in _LIVE
 
 
 class Writer(StrEnum):
-    """The service that writes a transition."""
+    """The service that may write a transition."""
 
     ROUTER = "router"
     SCHEDULER = "scheduler"
@@ -43,7 +43,7 @@ class Writer(StrEnum):
 
 _LIVE = frozenset({State.QUEUED, State.DISPATCHED, State.RUNNING, State.PREEMPTED, State.PAUSED})
 
-# (from, to) -> the one writer, within an epoch. None: there is no record yet.
+# (from, to) -> the only writer of the transition within an epoch. from None: no record yet.
 _TRANSITIONS: dict[tuple[State | None, State], Writer] = {
     (None, State.QUEUED): Writer.ROUTER,
     (None, State.REJECTED): Writer.ROUTER,
@@ -52,7 +52,7 @@ _TRANSITIONS: dict[tuple[State | None, State], Writer] = {
     (State.QUEUED, State.ABORTED): Writer.ROUTER,
     (State.QUEUED, State.ERROR): Writer.ROUTER,
     (State.DISPATCHED, State.RUNNING): Writer.SCHEDULER,
-    # A re-dispatched request may find its stop string in tokens of before.
+    # The router may find a stop string in tokens generated before the re-dispatch.
     (State.DISPATCHED, State.STOPPED): Writer.SCHEDULER,
     (State.DISPATCHED, State.ABORTED): Writer.SCHEDULER,
     (State.DISPATCHED, State.ERROR): Writer.SCHEDULER,
@@ -66,8 +66,8 @@ _TRANSITIONS: dict[tuple[State | None, State], Writer] = {
     (State.RUNNING, State.ERROR): Writer.SCHEDULER,
     (State.RUNNING, State.DEADLINE): Writer.SCHEDULER,
     (State.PREEMPTED, State.RUNNING): Writer.SCHEDULER,
-    # It may end with a token that was in flight when it lost its blocks, and the router may find a
-    # stop string in those that came just before.
+    # A token in flight at the preemption may end the request, and the router may find a stop
+    # string in the tokens that came just before.
     (State.PREEMPTED, State.STOPPED): Writer.SCHEDULER,
     (State.PREEMPTED, State.LENGTH_CAPPED): Writer.SCHEDULER,
     (State.PREEMPTED, State.REPETITION): Writer.SCHEDULER,
@@ -83,7 +83,7 @@ _TRANSITIONS: dict[tuple[State | None, State], Writer] = {
     (State.PAUSED, State.DEADLINE): Writer.SCHEDULER,
 }
 
-# From any live state, with a greater epoch, and by the router alone.
+# Transitions from any live state with a greater epoch, written only by the router.
 _RETAKEN = frozenset({State.QUEUED, State.DISPATCHED})
 
 
@@ -100,15 +100,15 @@ def retake_sources(target: State, writer: Writer) -> frozenset[State]:
 
 
 def writes(target: State, writer: Writer) -> bool:
-    """Whether `target` is ever this writer's to write."""
+    """Whether this writer may write `target` in any transition."""
     return bool(sources(target, writer))
 
 
 def can_become(state: State, target: State) -> bool:
-    """Whether `target` can follow `state` by one or more changes of anybody.
+    """Whether `target` is reachable from `state` by transitions of any writers.
 
-    Router and scheduler write on their own connections, so the scheduler's RUNNING can come
-    before the router's DISPATCHED; such a change is early, not wrong.
+    Router and scheduler write on their own connections, so the scheduler's RUNNING can arrive
+    before the router's DISPATCHED; such an update is early, not illegal.
     """
     return target in _FOLLOWERS[state]
 

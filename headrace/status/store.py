@@ -1,9 +1,9 @@
-"""The status of requests, in anything that speaks the Redis protocol (7.0 or newer).
+"""The status of requests, in any server that speaks the Redis protocol (7.0 or newer).
 
-One record per request under a key that is hash-tagged by its id, and one script that compares
-and sets it: the state table, the epoch and the TTL in one step. An id that is used again, after its
-request has ended, gets a new record. Nothing here decides which
-change is legal (`states` does) or when it is written (`write_behind` does).
+Each request has one record, under a key that is hash-tagged by the request id. One script compares
+and sets the record: it checks the state table and the epoch and sets the TTL in one step. An id
+that is reused after its request has ended gets a new record. `states` decides which transition is
+legal, and `write_behind` when an update is written.
 """
 
 import logging
@@ -35,7 +35,7 @@ from headrace.status.write_behind import Batch, WriteBehind
 
 logger = logging.getLogger(__name__)
 
-# Never retried: repeated attempts with a wrong password lock accounts.
+# Never retried: repeated attempts with a wrong password lock the account.
 _CREDENTIAL_ERRORS = (
     AuthenticationError,
     AuthenticationWrongNumberOfArgsError,
@@ -43,9 +43,9 @@ _CREDENTIAL_ERRORS = (
     NoPermissionError,
 )
 
-# KEYS: the record. ARGV: its updates, in order, as JSON: [state, epoch, create time or "", [field,
-# value, ...]] each. RULES is the table, as Lua. An update of another create time than the record's
-# is of another request, which uses the same id.
+# KEYS: the record. ARGV: its updates, in order, each as JSON: [state, epoch, create time or "",
+# [field, value, ...]]. RULES is the state table in Lua. An update whose create time differs from
+# the record's belongs to another request that reuses the id.
 _SCRIPT = """
 local BORN = 'create_time_unix_s'
 local function judge(rule, target, new_epoch, new_born, state, epoch, born)
@@ -89,11 +89,11 @@ _VALID_ID = re.compile(r"[A-Za-z0-9._:-]{1,128}(#[0-9]{1,2})?")
 
 
 class StatusStore:
-    """One writer's view of the store. Owns its connections; `aclose` gives them back.
+    """One writer's access to the store. Owns its connections; `aclose` closes them.
 
-    `record` is for the token path: it returns at once and a task (`run`) writes in batches.
-    `apply` and `get` talk to the store and wait for it. With an empty URL there is no store:
-    nothing is kept and nothing fails.
+    `record` is for the token path: the call returns at once and a task (`run`) writes in batches.
+    `apply` and `get` wait for the store's answer. With an empty URL there is no store: nothing is
+    kept and nothing fails.
     """
 
     def __init__(
@@ -108,17 +108,17 @@ class StatusStore:
         prefix: str = "headrace",
         clock: Callable[[], float] = time.monotonic,
     ) -> None:
-        """Connects later; raises ValueError for a URL of an unknown kind.
+        """Connects at first use; raises ValueError for an unknown URL scheme.
 
         Args:
             url: redis://, rediss:// (TLS) or unix:// with password, user and db as redis-py
                 takes them; "" is no store.
             writer: whose transitions may be written.
-            live_ttl_s: a record's life after its last change while its request lives.
-            finished_ttl_s: its life after the request's end.
+            live_ttl_s: a record's TTL after its last change while the request is live.
+            finished_ttl_s: the record's TTL after the request's end.
             timeout_s: how long a connection or an answer may take.
-            max_pending_requests: records kept waiting while the store is away; more are dropped.
-            prefix: first part of every key, for several pools on one server.
+            max_pending_requests: requests queued while the store is unreachable; more are dropped.
+            prefix: first part of every key, so that several pools can share a server.
             clock: monotonic seconds.
         """
         self._writer = writer
@@ -143,39 +143,39 @@ class StatusStore:
 
     @property
     def is_configured(self) -> bool:
-        """Whether there is a store at all."""
+        """Whether a store is configured."""
         return self._client is not None
 
     @property
     def is_durable(self) -> bool:
-        """Whether what was recorded lately has reached the store."""
+        """Whether recent updates have reached the store."""
         return self._client is not None and self._behind.is_healthy
 
     @property
     def num_refused(self) -> int:
-        """Recorded updates that the store refused, or that were dropped while it was away."""
+        """Updates that the store refused, or that were dropped while the store was unreachable."""
         return self._behind.num_refused
 
     def record(self, update: Update) -> None:
-        """Queues an update and returns at once; `run` writes updates, in order per request.
+        """Queues an update and returns at once; `run` writes the updates in order per request.
 
-        ValueError: the state is never this writer's to write, or the id is not one.
+        Raises ValueError when this writer may never write the state, or the id is invalid.
         """
         self._check(update)
         if self._client is not None:
             self._behind.put(update)
 
     async def run(self) -> None:
-        """Writes what is recorded, until cancelled. Never raises because of the store."""
+        """Writes queued updates until cancelled. Never raises because of the store."""
         if self._client is not None:
             await self._behind.run()
 
     async def flush(self, timeout_s: float) -> bool:
-        """Waits until all updates so far are written or refused; False after the timeout."""
+        """Waits until all queued updates are written or refused; False after the timeout."""
         return self._client is None or await self._behind.flush(timeout_s)
 
     async def ping(self) -> None:
-        """Raises ServiceError when the store cannot be used; says whether to fix or to wait."""
+        """Raises ServiceError when the store is unusable; the error says whether to fix or wait."""
         if self._client is not None:
             try:
                 await cast("Any", self._client.ping())
@@ -183,7 +183,7 @@ class StatusStore:
                 raise _as_service_error(error) from error
 
     async def apply(self, update: Update) -> WriteOutcome:
-        """Compare-and-set now. ServiceError when the store is away; APPLIED if there is none."""
+        """Compare-and-set now; APPLIED without a store. ServiceError: the store is unreachable."""
         self._check(update)
         if self._client is None:
             return WriteOutcome(Verdict.APPLIED, None, 0)
@@ -194,7 +194,7 @@ class StatusStore:
         return outcome
 
     async def get(self, request_id: str) -> Record | None:
-        """The record, None when there is none (any more). ServiceError: the store is away."""
+        """The record; None if absent or expired. ServiceError: the store is unreachable."""
         if self._client is None or not _VALID_ID.fullmatch(request_id):
             return None
         try:
@@ -204,11 +204,11 @@ class StatusStore:
         return _record(request_id, values) if values else None
 
     def key(self, request_id: str) -> str:
-        """Where the record lies; the braces keep all keys of a request on one cluster node."""
+        """The record's key; the braces keep all keys of a request on one cluster node."""
         return f"{self._prefix}:{{{request_id}}}:status"
 
     async def aclose(self) -> None:
-        """Closes the connections. What is not written yet is lost: `flush` first."""
+        """Closes the connections. Updates not written yet are lost: call `flush` first."""
         if self._client is not None:
             await self._client.aclose()
 
@@ -219,10 +219,10 @@ class StatusStore:
             raise ValueError(f"{update.state} is never written by the {self._writer}")
 
     async def _write_batch(self, updates: Sequence[Update]) -> Batch:
-        """For `WriteBehind`: which updates are done, which are early, or what is broken."""
+        """For `WriteBehind`: which updates are done, which are early, or why the batch failed."""
         try:
             outcomes = await self._evaluate(updates)
-        # OSError: what a dying connection can still raise past redis-py.
+        # OSError: redis-py lets a dying connection's error through unwrapped.
         except (RedisError, OSError) as error:
             if not _refuses_us(error):
                 return Batch(failure=f"{type(error).__name__}: {error}")
@@ -238,10 +238,10 @@ class StatusStore:
         )
 
     async def _evaluate(self, updates: Sequence[Update]) -> list[WriteOutcome]:
-        """Run the script for each request in a pipeline; ping the store when there is no update.
+        """Run the script once per request, in a pipeline; ping the store when there is no update.
 
-        Updates of one request are next to each other. One call for each request, since the keys of
-        a call must lie on one node of a cluster.
+        Updates of one request are adjacent. Each request has its own call, because all keys of a
+        call must be on one node of a cluster.
         """
         client = self._client
         assert client is not None, "only called with a store"
@@ -257,7 +257,7 @@ class StatusStore:
 
 
 def _argument(update: Update) -> tuple[str, int, str, list[str]]:
-    """What the script is given of an update; numbers as they shall stand in the record."""
+    """An update as the script's argument; numbers are formatted as the record stores them."""
     values = ["update_time_unix_s", str(update.time_unix_s)]
     for name in _UPDATE_FIELDS:
         if (value := getattr(update, name)) is not None:
@@ -272,7 +272,7 @@ def _outcome(answer: str) -> WriteOutcome:
 
 
 def _script(writer: Writer, ttl_ms: Callable[[State], int]) -> str:
-    """The script of one writer: the transition table goes along, so the table stays one."""
+    """The script of one writer, generated from the transition table in `states`."""
     rules = []
     for target in State:
         sources = states.sources(target, writer)
@@ -293,7 +293,7 @@ def _lua_set(names: Iterable[State]) -> str:
 
 def _client(url: str, timeout_s: float) -> redis.asyncio.Redis:
     # No retries inside the client: under Sentinel a retried command can stay with a dead master
-    # and be written to it later. `WriteBehind` tries again with a fresh connection.
+    # and be written there later. `WriteBehind` retries with a fresh connection.
     return redis.asyncio.Redis.from_url(
         url,
         decode_responses=True,
@@ -304,7 +304,7 @@ def _client(url: str, timeout_s: float) -> redis.asyncio.Redis:
 
 
 def _refuses_us(error: Exception) -> bool:
-    """Whether an error is about credentials; redis-py wraps errors of new unix connections."""
+    """Whether credentials caused an error; redis-py wraps errors of new unix connections."""
     return isinstance(error, _CREDENTIAL_ERRORS) or isinstance(error.__cause__, _CREDENTIAL_ERRORS)
 
 
@@ -317,7 +317,7 @@ def _as_service_error(error: Exception) -> ServiceError:
 
 
 def _record(request_id: str, values: dict[str, str]) -> Record:
-    """A record from its hash; fields that later versions add are ignored."""
+    """Parses a record's hash; fields added by later versions are ignored."""
     update_time = float(values["update_time_unix_s"])
     return Record(
         request_id=request_id,

@@ -1,8 +1,8 @@
-"""Writes status updates a little later, in batches, so that serving never waits for the store.
+"""Writes status updates in batches, in the background, so that serving never waits for the store.
 
-Updates of a request are kept in order and merged where only the last counts. They are retried while
-the store is away and dropped when no later change can make them legal. This module knows neither
-Redis nor the state table.
+Updates of a request are kept in order and merged where only the last counts. Updates are retried
+while the store is unreachable, and dropped when no later transition can make them legal. This
+module knows neither Redis nor the state table.
 """
 
 import asyncio
@@ -17,22 +17,22 @@ logger = logging.getLogger(__name__)
 
 # Encoding a batch blocks the event loop, which also streams tokens; this many take 2 ms.
 _MAX_BATCH_REQUESTS = 64
-# Between two batches, unless a full one waits: a batch costs as much as ten requests' records.
+# Pause between batches, unless a full batch waits: a batch's fixed cost equals ten records'.
 _BATCH_GAP_S = 0.02
 _FIRST_BACKOFF_S = 0.05
 _MAX_BACKOFF_S = 2.0
-# The router's DISPATCHED and the scheduler's RUNNING race by milliseconds; seconds mean that the
-# other writer is gone.
+# The router's DISPATCHED and the scheduler's RUNNING race by milliseconds; a gap of seconds means
+# that the other writer is gone.
 _EARLY_PATIENCE_S = 5.0
 
 
 @dataclass(frozen=True, slots=True)
 class Batch:
-    """How a batch went.
+    """The outcome of a batch.
 
-    early: one per update, whether it has to be tried again; empty if nothing was written.
-    failure: why the store could not be used, to try again; "" if it could.
-    is_fatal: trying again is forbidden.
+    early: one per update, whether to retry the update; empty if nothing was written.
+    failure: why the batch failed and should be retried; "" if it was written.
+    is_fatal: the batch must not be retried.
     """
 
     early: Sequence[bool] = ()
@@ -59,7 +59,7 @@ class WriteBehind:
         max_requests: int,
         clock: Callable[[], float],
     ) -> None:
-        """`write` must not raise; max_requests bounds the memory while the store is away."""
+        """`write` must not raise; max_requests bounds memory while the store is unreachable."""
         self._write = write
         self._max_requests = max_requests
         self._clock = clock
@@ -84,7 +84,7 @@ class WriteBehind:
         self._is_idle.clear()
 
     async def flush(self, timeout_s: float) -> bool:
-        """Waits until nothing is queued or being written; False if that took too long."""
+        """Waits until nothing is queued or being written; False after the timeout."""
         try:
             async with asyncio.timeout(timeout_s):
                 await self._is_idle.wait()
@@ -96,7 +96,7 @@ class WriteBehind:
         """Writes until cancelled, or until the store refuses the credentials."""
         backoff_s = _FIRST_BACKOFF_S
         while True:
-            # A store that is away is tried even when there is nothing to write.
+            # An unreachable store is pinged even when there is nothing to write.
             if self.is_healthy:
                 await self._has_work.wait()
             taken = self._take()
@@ -117,12 +117,12 @@ class WriteBehind:
                 await asyncio.sleep(_BATCH_GAP_S)
 
     def _take(self) -> dict[str, _Chain]:
-        """The oldest chains, no longer pending."""
+        """Removes the oldest chains from the queue and returns them."""
         ids = list(self._pending)[:_MAX_BATCH_REQUESTS]
         return {request_id: self._pending.pop(request_id) for request_id in ids}
 
     def _put_back(self, chains: Iterable[tuple[str, _Chain]]) -> None:
-        """Chains that must be written again go before what came meanwhile."""
+        """Requeues chains to retry, ahead of updates queued since."""
         for request_id, chain in chains:
             newer = self._pending.get(request_id)
             for update in newer.updates if newer is not None else ():
@@ -135,7 +135,7 @@ class WriteBehind:
     def _early_rest(
         self, taken: dict[str, _Chain], early: Sequence[bool]
     ) -> Iterable[tuple[str, _Chain]]:
-        """What of each chain is still to be written, given which updates were early."""
+        """The updates of each chain that remain to be written, given which were early."""
         now = self._clock()
         begin = 0
         for request_id, chain in taken.items():
@@ -169,10 +169,10 @@ class WriteBehind:
 
 
 def _append(updates: list[Update], update: Update) -> None:
-    """Adds an update to a chain, merged where the steps between need not be seen.
+    """Adds an update to a chain, merging updates whose intermediate states need not be seen.
 
-    A request that is preempted, or paused, and resumed for hours while the store is away stays
-    short.
+    So the chain of a request that is preempted or paused and resumed for hours while the store is
+    unreachable stays short.
     """
     flapping = {State.RUNNING, State.PREEMPTED, State.PAUSED}
     if updates and _same(updates[-1], update):
@@ -197,6 +197,6 @@ def _same(one: Update, other: Update) -> bool:
 
 
 def _merged(old: Update, new: Update) -> Update:
-    """The newer of two updates, with what only the older one knows."""
+    """The newer of two updates, with fields that are None filled in from the older update."""
     known = {f.name: v for f in fields(Update) if (v := getattr(new, f.name)) is not None}
     return replace(old, **known)

@@ -2,7 +2,7 @@
 
 A model can write a word at the start of its output, after a space or on a new line, and tokenizers
 have different tokens for each. A word is forbidden in all three spellings; a word that begins with
-a space is forbidden in that spelling alone.
+a space is forbidden only in that spelling.
 """
 
 from router.text.tokenizer import TextTokenizer

@@ -1,13 +1,13 @@
 """Chat messages to prompt text, with the model's own Jinja2 template.
 
-Templates are written for `apply_chat_template` of Hugging Face's transformers, so they get what it
-gives them: trimmed blocks, `raise_exception`, `tojson` that does not escape for HTML,
+Templates are written for `apply_chat_template` of Hugging Face's transformers, so the environment
+offers the same features: trimmed blocks, `raise_exception`, `tojson` without HTML escapes,
 `strftime_now`, loop controls and a `generation` block.
 
-A template comes with the weights and is not trusted. It runs in Jinja2's sandbox, which keeps it
-from the process's objects but bounds neither time nor memory. So only the templates of our
-built-in models, known by their hash, may be compiled and rendered in the router's own process;
-every other one runs in a child process (`router.text.processes`).
+A template comes with the weights and is not trusted. Jinja2's sandbox keeps a template from the
+process's objects but bounds neither time nor memory. So only the templates of the built-in models,
+recognized by their hash, are compiled and rendered in the router's own process; every other
+template runs in a child process (`router.text.processes`).
 """
 
 import datetime as dt
@@ -30,11 +30,11 @@ from markupsafe import Markup
 from router.text import taint
 from router.text.errors import ChatTemplateError
 
-# sha256 of the source of each: SmolLM2-135M-Instruct's.
+# sha256 of each trusted template's source: SmolLM2-135M-Instruct's.
 _KNOWN_TEMPLATES = frozenset({"872be49dbb638044ad01b60388f48d469ff2980e5f0dccdc22ec907db54d0788"})
 _MAX_SOURCE_CHARS = 1_000_000
 
-# Jinja2's filters that only use the methods of `TaintedText`, or hand items on as they are.
+# Jinja2's filters that only call methods of `TaintedText`, or return items unchanged.
 _FILTERS_THAT_KEEP_MARKS = frozenset([
     "attr", "batch", "capitalize", "d", "default", "dictsort", "first", "groupby", "items", "join",
     "last", "list", "lower", "map", "max", "min", "random", "reject", "rejectattr", "replace",
@@ -43,7 +43,7 @@ _FILTERS_THAT_KEEP_MARKS = frozenset([
 
 
 class _GenerationBlock(jinja2.ext.Extension):
-    """`{% generation %}...{% endgeneration %}` marks text for training; here it is only text."""
+    """`{% generation %}...{% endgeneration %}` marks text for training; rendered as plain text."""
 
     tags = {"generation"}  # noqa: RUF012 jinja2's own shape
 
@@ -53,7 +53,7 @@ class _GenerationBlock(jinja2.ext.Extension):
 
 
 class _Code(jinja2.compiler.CodeGenerator):
-    """Compiles `a ~ b` to a call of the environment's `concat`, and computes nothing meanwhile."""
+    """Compiles `a ~ b` to a call of the environment's `concat`, and folds no constants."""
 
     def _output_child_to_const(self, node: nodes.Expr, frame: Frame, finalize: Any) -> str:
         if not isinstance(node, nodes.TemplateData):
@@ -69,7 +69,7 @@ class _Code(jinja2.compiler.CodeGenerator):
 
 
 class _Environment(jinja2.sandbox.ImmutableSandboxedEnvironment):
-    """A sandbox in which the marks of `TaintedText` survive what a template does."""
+    """A sandbox in which the marks of `TaintedText` survive a template's string operations."""
 
     code_generator_class = _Code
     concat = staticmethod(taint.join)
@@ -83,7 +83,7 @@ class _Environment(jinja2.sandbox.ImmutableSandboxedEnvironment):
             extensions=[_GenerationBlock, jinja2.ext.loopcontrols],
             finalize=lambda value: taint.join([value]),
         )
-        # Whether a rendering turned the caller's text into a type that carries no marks.
+        # Whether rendering converted the caller's text into a type that carries no marks.
         self.has_lost_marks = False
         self.filters |= {"tojson": _tojson, "join": _join}
         self.filters = {
@@ -150,7 +150,7 @@ def _tojson(
     separators: tuple[str, str] | None = None,
     sort_keys: bool = False,
 ) -> str:
-    # Jinja2's own filter escapes for HTML, which would put &lt; into prompts.
+    # Jinja2's own `tojson` escapes for HTML, which would put &lt; into prompts.
     return json.dumps(
         value, ensure_ascii=ensure_ascii, indent=indent, separators=separators, sort_keys=sort_keys
     )
@@ -169,10 +169,10 @@ def _join(
 
 
 class ChatTemplate:
-    """A template's source and the names of the model's special tokens that it may use."""
+    """A template's source and the special-token names that the template may use."""
 
     def __init__(self, source: str, special_tokens: Mapping[str, str]) -> None:
-        """Compiles nothing: that alone can take an untrusted template for ever."""
+        """Compiles nothing: compiling an untrusted template may never end."""
         self.source = source
         self.special_tokens = dict(special_tokens)
         self.is_known = hashlib.sha256(source.encode(errors="replace")).hexdigest() in (
@@ -192,7 +192,7 @@ class ChatTemplate:
             )
         try:
             return self._environment.from_string(self.source)
-        except Exception as error:  # what an odd template does to the compiler is not foreseeable
+        except Exception as error:  # a malformed template can raise anything from the compiler
             raise ChatTemplateError(
                 f"the model's chat template is broken: {_described(error)}"
             ) from error
@@ -204,9 +204,9 @@ class ChatTemplate:
     def render(
         self, messages: Sequence[Mapping[str, str]], *, add_generation_prompt: bool = True
     ) -> tuple[str, str]:
-        """The prompt of the messages, oldest first: text, and one mark per character of it.
+        """The prompt rendered from messages, oldest first: its text and one mark per character.
 
-        Raises ChatTemplateError with the template's own words, e.g. that roles must alternate.
+        Raises ChatTemplateError with the template's message, e.g. that roles must alternate.
         """
         template = self._template
         self._environment.has_lost_marks = False
@@ -218,7 +218,7 @@ class ChatTemplate:
                 add_generation_prompt=add_generation_prompt,
                 **self.special_tokens,
             )
-            text.encode()  # a lone surrogate is no text, and no tokenizer takes it
+            text.encode()  # a lone surrogate is not valid text, and no tokenizer accepts one
         except jinja2.TemplateError as error:
             raise ChatTemplateError(f"the chat template refuses them: {error}") from error
         except Exception as error:  # a template is a program and can fail in any way

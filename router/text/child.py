@@ -1,12 +1,12 @@
-"""Child processes that do text jobs and may be killed at any time.
+"""Child processes that execute text jobs and may be killed at any time.
 
 The router starts one fork server, which has the models loaded and runs no threads. The fork server
-forks a child whenever the router sends it a socket; the child then does the jobs that come over
-that socket, one at a time, within the processor time and memory that each job is given. The kernel
-ends a child that takes more, without help from the code that runs in it.
+forks a child for each socket that the router sends. The child executes the jobs that arrive on its
+socket, one at a time, within the CPU time and memory allowed for each job. The kernel kills a child
+that exceeds its limits, whatever code runs in the child.
 
-`fork_server` makes a fork server out of the calling process; `python -m router.text.child` is one
-that is sent the models first, for a process that has threads already.
+`fork_server` forks the calling process into a fork server. `python -m router.text.child` is a fork
+server that receives the models as its first message, for a router that already has threads.
 """
 
 import contextlib
@@ -33,7 +33,7 @@ _COMPILE_CPU_S = 10.0
 
 
 class Task(msgspec.Struct, frozen=True):
-    """A job and what it may take."""
+    """A job and its limits on CPU time and memory."""
 
     job: Job
     cpu_s: float
@@ -49,14 +49,14 @@ class ModelParts(msgspec.Struct, frozen=True):
 
 
 def serve_forks(control: socket.socket, models: Mapping[str, ModelText]) -> None:
-    """Fork a child for each socket that comes, and kill those whose process ids come.
+    """Fork a child for each socket received, and kill the child for each process id received.
 
-    Ends, and its children with it, when the router closes its side.
+    Ends with all children when the router closes its side of the control socket.
     """
     _outlive_signals()
     _compile_templates(models)
     pids: set[int] = set()
-    # A process id is free for others only when it is reaped, and then no longer among ours.
+    # A process id can be reused only after the child is reaped, which also removes the id here.
     signal.signal(signal.SIGCHLD, lambda *_: _reap(pids))
     while True:
         message, sockets, _, _ = socket.recv_fds(control, 16, 1)
@@ -78,7 +78,7 @@ def serve_forks(control: socket.socket, models: Mapping[str, ModelText]) -> None
 
 
 def _compile_templates(models: Mapping[str, ModelText]) -> None:
-    """Compile each once, for all children; the errors are for the job that asks for them."""
+    """Compile each template once, for all children; CompileTemplate reports the errors."""
     signal.signal(signal.SIGPROF, signal.SIG_DFL)
     signal.setitimer(signal.ITIMER_PROF, _COMPILE_CPU_S)
     for model in models.values():
@@ -89,9 +89,9 @@ def _compile_templates(models: Mapping[str, ModelText]) -> None:
 
 
 def fork_server(models: Mapping[str, ModelText]) -> tuple[int, socket.socket]:
-    """Fork the calling process, which must have no other threads yet, into a fork server.
+    """Fork a fork server from the calling process, which must have no other threads yet.
 
-    Gives its process id and the router's side of its control socket.
+    Returns the fork server's process id and the router's side of its control socket.
     """
     ours, theirs = socket.socketpair(socket.AF_UNIX, socket.SOCK_SEQPACKET)
     if not (pid := os.fork()):
@@ -107,7 +107,7 @@ def _run_child(jobs: socket.socket, models: Mapping[str, ModelText]) -> None:
         signal.signal(signal.SIGCHLD, signal.SIG_DFL)
         _outlive_signals()
         resource.setrlimit(resource.RLIMIT_CORE, (0, 0))
-        os.environ["RUST_BACKTRACE"] = "0"  # a tokenizer that panics would fill the log
+        os.environ["RUST_BACKTRACE"] = "0"  # a panicking tokenizer would fill the log
         _send(jobs, os.getpid())
         decoder = msgspec.msgpack.Decoder(Task)
         while data := _receive(jobs):
@@ -119,7 +119,7 @@ def _run_child(jobs: socket.socket, models: Mapping[str, ModelText]) -> None:
 
 @contextlib.contextmanager
 def _limited(task: Task) -> Iterator[None]:
-    """The kernel ends this process when it has used the processor for longer."""
+    """The kernel ends this process when the task's CPU time or memory is exceeded."""
     if sys.platform == "linux":
         memory = _address_space_bytes() + task.memory_bytes
         resource.setrlimit(resource.RLIMIT_AS, (memory, resource.RLIM_INFINITY))
@@ -137,7 +137,7 @@ def _address_space_bytes() -> int:
 
 
 def _outlive_signals() -> None:
-    """Ctrl-C and SIGTERM for the whole process group are the router's; we end with the router."""
+    """Ignore Ctrl-C and SIGTERM sent to the process group; the router ends its children."""
     signal.signal(signal.SIGINT, signal.SIG_IGN)
     signal.signal(signal.SIGTERM, signal.SIG_IGN)
     die_with_parent(signal.SIGKILL)
@@ -145,7 +145,7 @@ def _outlive_signals() -> None:
 
 @contextlib.contextmanager
 def _exit_at_end() -> Iterator[None]:
-    """Leave a forked process without the clean-up that is its parent's."""
+    """Exit a forked process without running its parent's clean-up."""
     status = 1
     try:
         yield
@@ -171,13 +171,13 @@ def _send(stream: socket.socket, message: Any) -> None:
 
 
 def _receive(stream: socket.socket) -> bytes:
-    """The next message; empty when the router is gone."""
+    """Receives the next message; empty when the router is gone."""
     header = _read(stream, _LENGTH.size)
     return _read(stream, *_LENGTH.unpack(header)) if header else b""
 
 
 def _read(stream: socket.socket, num_bytes: int) -> bytes:
-    """So many bytes, or none when the router is gone."""
+    """Receives exactly that many bytes, or none when the router is gone."""
     data = bytearray(num_bytes)
     rest = memoryview(data)
     while rest:
@@ -188,7 +188,7 @@ def _read(stream: socket.socket, num_bytes: int) -> bytes:
 
 
 def main() -> None:
-    """Serve forks on the socket whose number is given; the models come first."""
+    """Run a fork server on the given socket number; the first message holds the models."""
     with socket.socket(fileno=int(sys.argv[1])) as control:
         with socket.socket(fileno=int(sys.argv[2])) as stream:
             parts = msgspec.msgpack.decode(_receive(stream), type=dict[str, ModelParts])

@@ -1,7 +1,7 @@
-"""The text of one completion: tokens are read into it, and text is taken out for the client.
+"""The text of one completion: tokens are detokenized, and the text is taken for the client.
 
-Where a request has stop strings, tokens are read as they come, so that a stop string is found
-whatever the client does. Elsewhere they are read when the client is about to be sent something:
+With stop strings, tokens are detokenized on arrival, so that a stop string is found even if the
+client does not read. Without stop strings, tokens are detokenized just before a message is sent:
 many tokens at once cost much less than one at a time.
 """
 
@@ -12,7 +12,7 @@ from dataclasses import dataclass
 from router.text.detokenizer import Detokenizer
 from router.text.stop_strings import StopScanner
 
-# Text is kept in pieces of at least so many tokens: a string for each token takes too much memory.
+# Text is kept in pieces of at least this many tokens: one string per token takes too much memory.
 _PIECE_TOKENS = 256
 
 
@@ -20,7 +20,7 @@ _PIECE_TOKENS = 256
 class Piece:
     """Text of num_tokens tokens.
 
-    text_offsets has one entry for each token, or none when they were not asked for.
+    text_offsets has one entry for each token, or none when offsets were not requested.
     """
 
     num_tokens: int
@@ -29,7 +29,7 @@ class Piece:
 
 
 class CompletionText:
-    """Owns one completion's detokenizer and stop scanner, and the text that is not taken yet."""
+    """Owns one completion's detokenizer and stop scanner, and the text not taken yet."""
 
     __slots__ = (
         "_detokenizer", "_has_offsets", "_is_closed", "_num_unstoppable", "_offsets", "_pieces",
@@ -55,11 +55,11 @@ class CompletionText:
         self._pieces: deque[Piece] = deque()
 
     def read(self, token_ids: Sequence[int]) -> tuple[int, str | None]:
-        """Read new tokens, in order.
+        """Detokenize new tokens, in order.
 
         Returns:
-            How many of them count, and the stop string that the last of these completed, if any.
-            Once a stop string is found the text is closed.
+            The number of tokens up to a stop string, and the stop string that the last of these
+            completed, if any. Once a stop string is found, the text is closed.
         """
         if self._scanner is None and not self._has_offsets:
             self._add(len(token_ids), self._detokenizer.push(token_ids))
@@ -75,16 +75,16 @@ class CompletionText:
         return len(token_ids), None
 
     def skip(self, num_tokens: int) -> None:
-        """Count tokens that are not shown: the one that stopped the request."""
+        """Count tokens without text: the token that stopped the request."""
         if self._has_offsets:
             self._offsets.extend([self._detokenizer.num_chars] * num_tokens)
         self._add(num_tokens, "")
 
     def close(self, suffix: str = "") -> str | None:
-        """Show what is held back, now that no more tokens come, and then the suffix.
+        """Release the text held back, at the end of the tokens, and then the suffix.
 
         Returns:
-            The stop string that what was held back completed, if any.
+            The stop string that the held-back text completed, if any.
         """
         if self._is_closed:
             return None
@@ -98,7 +98,7 @@ class CompletionText:
         return stop
 
     def take(self, max_tokens: int) -> Piece:
-        """The text of at most about max_tokens tokens that were read and not taken yet."""
+        """Takes the text of at most about max_tokens detokenized tokens."""
         if not self._pieces:
             return Piece(0, "")
         taken = self._pieces.popleft()

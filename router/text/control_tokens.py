@@ -1,10 +1,10 @@
-"""Control tokens in chat prompts: those that the template wrote count, spelled ones are text.
+"""Control tokens in chat prompts: only the template can write them; a caller's are plain text.
 
 A tokenizer looks for the names of its special tokens everywhere in a text, so a message that
-spells `<|im_end|>` would end its own turn and could begin another one. Here a chat prompt is
+spells `<|im_end|>` would end its own turn and could begin another turn. Here a chat prompt is
 tokenized with that search switched off, and each control token that the template wrote is replaced
 by a stand-in: an added token whose name is a random string that no caller can know. The prompt is
-still tokenized in one call, so all else is split and merged as it would be otherwise.
+still tokenized in one call, so all other text is split and merged as usual.
 """
 
 import re
@@ -21,11 +21,11 @@ from router.text.errors import ChatTemplateError
 
 Int32Array = NDArray[np.int32]
 
-# A stand-in's name: private-use characters, which no normalizer changes.
+# The alphabet of stand-in names: private-use characters, which no normalizer changes.
 _FIRST_PRIVATE, _NUM_PRIVATE = 0xF0000, 65_534
 _NAME_CHARS = 12
 _MAX_BEGINNING_CHARS = 8
-# A character that no vocabulary has: private use, the last but two of Unicode.
+# A private-use character that no vocabulary has, the last but two of Unicode.
 _RARE_CHAR = "\U0010fffd"
 
 
@@ -33,8 +33,8 @@ _RARE_CHAR = "\U0010fffd"
 class ChatText:
     """A rendered chat prompt and its control tokens.
 
-    control_tokens are (position in the text, token id) of those that the template wrote, in order.
-    has_spelled_tokens says that a message spells the name of one.
+    control_tokens: (position in the text, token id) of each token the template wrote, in order.
+    has_spelled_tokens: a message spells the name of a control token.
     """
 
     text: str
@@ -48,13 +48,13 @@ class ControlTokens:
     def __init__(self, tokenizer: Tokenizer) -> None:
         self._tokenizer = tokenizer
         added = tokenizer.get_added_tokens_decoder()
-        # The library itself finds one that must stand alone only where no word is beside it.
+        # The library finds a single-word token only where no word is beside its name.
         self._token_by_id: Mapping[int, AddedToken] = {
             token_id: token
             for token_id, token in added.items()
             if token.special and token.content and not token.single_word
         }
-        # A text also gives the unknown token, for characters that have no token.
+        # Plain text can give the unknown token too, for characters without a token.
         self._ids_not_from_text = np.setdiff1d(
             np.fromiter(self._token_by_id, np.int32), self._encode(_RARE_CHAR)
         )
@@ -69,10 +69,10 @@ class ControlTokens:
         Args:
             text: the prompt.
             marks: one mark of `router.text.taint` per character of the text.
-            fields: the strings of the messages that it was rendered from.
+            fields: the strings of the messages that the prompt was rendered from.
         """
         is_spelled = any(any(self._names.find(field)) for field in fields)
-        # Marks get lost in rare operations only; an innocent prompt must not suffer from that.
+        # A few operations lose the marks; a prompt that spells no token must still be accepted.
         is_callers = f"[{taint.CALLER}{taint.UNKNOWN}]" if is_spelled else taint.CALLER
         begins = [0, *(match.end() for match in re.finditer(f"{is_callers}+", marks))]
         ends = [*(match.start() for match in re.finditer(f"{is_callers}+", marks)), len(text)]
@@ -84,9 +84,9 @@ class ControlTokens:
         return ChatText(text, found, is_spelled)
 
     def encode(self, chat: ChatText) -> Int32Array:
-        """[num_tokens] ids; control tokens are those of the template alone.
+        """[num_tokens] ids; all control tokens among them were written by the template.
 
-        Raises ChatTemplateError when the tokenizer's model itself makes a control token of text.
+        Raises ChatTemplateError when the tokenizer's model turns plain text into a control token.
         """
         if not chat.has_spelled_tokens:
             ids = self._encode(chat.text)
@@ -108,7 +108,7 @@ class ControlTokens:
         try:
             ids = self._encode("".join(pieces))
             if len(self._controls(ids)):
-                # Some models have the names in their vocabulary, too; apart they are other tokens.
+                # Some vocabularies also hold the names as plain tokens; a cut name avoids these.
                 pieces[::2] = map(self._cut_apart, pieces[::2])
                 ids = self._encode("".join(pieces))
         finally:
@@ -120,7 +120,7 @@ class ControlTokens:
         return self._without_stand_ins(ids)
 
     def _without_stand_ins(self, ids: Int32Array) -> Int32Array:
-        """The ids with each stand-in replaced by its control token, and cuts left out."""
+        """The ids with each stand-in replaced by its control token, and cut tokens removed."""
         ids = ids[ids != self._tokenizer.token_to_id(self._cut_name)]
         for position in np.flatnonzero(ids >= min(self._id_by_stand_in)):
             ids[position] = self._id_by_stand_in[int(ids[position])]
@@ -131,7 +131,7 @@ class ControlTokens:
         return ids[np.isin(ids, self._ids_not_from_text)]
 
     def _cut_apart(self, text: str) -> str:
-        """The text with a cut inside the name of each control token."""
+        """The text with a cut token inserted in the name of each control token."""
         pieces: list[str] = []
         begin = 0
         for position, _ in self._names.find(text):
@@ -165,11 +165,11 @@ class ControlTokens:
 
 
 class _Names:
-    """Finds the names of control tokens, the leftmost and of these the longest first."""
+    """Finds the names of control tokens: the leftmost, and among these the longest."""
 
     def __init__(self, id_by_name: Mapping[str, int]) -> None:
         self._id_by_name = id_by_name
-        # A name begins with one of these, and then has one of these lengths, longest first.
+        # Beginning of a name -> possible lengths of the names with this beginning, longest first.
         num_chars = min(_MAX_BEGINNING_CHARS, min(map(len, id_by_name), default=0))
         lengths: dict[str, set[int]] = {}
         for name in id_by_name:

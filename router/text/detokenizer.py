@@ -1,15 +1,15 @@
 """Token ids to text, a few at a time, equal to decoding the whole sequence at once.
 
-The pipeline's decoder is read once and turned into one table of pieces; a stream then costs a
-look-up per token. Two families are known, and any other decoder is refused when the model is
-loaded, because approximating it would garble text silently:
+The pipeline's decoder is compiled once into a table of pieces; a stream then costs one look-up per
+token. Two families of decoders are supported. Any other decoder is refused when the model is
+loaded, because an approximation would garble text silently:
 
-* byte level: a piece is bytes; a character is complete when its last byte has come.
+* byte level: a piece is bytes; a character is complete with its last byte.
 * sentencepiece: a piece is text, or one byte (`<0x41>`). A run of byte pieces is text only if the
   whole run is valid UTF-8 (as in decoding at once), so a run is held until it ends.
 
 Bytes that can never become a character give U+FFFD, as decoding at once does. A character that is
-unfinished when the sequence ends is left out, where decoding at once would give U+FFFD.
+incomplete when the sequence ends is dropped, where decoding at once would give U+FFFD.
 """
 
 import codecs
@@ -23,11 +23,11 @@ _REPLACEMENT = "\ufffd"
 
 
 class Detokenizer(Protocol):
-    """One stream of tokens."""
+    """Detokenizes one stream of tokens."""
 
     @property
     def num_chars(self) -> int:
-        """Whole characters so far, those still held back included."""
+        """Number of whole characters so far, including held-back characters."""
         ...
 
     def push(self, token_ids: Sequence[int]) -> str:
@@ -35,12 +35,12 @@ class Detokenizer(Protocol):
         ...
 
     def finish(self) -> str:
-        """The text held back, now that no more tokens come."""
+        """The text held back, released at the end of the tokens."""
         ...
 
 
 class Decoding(Protocol):
-    """What a tokenizer's decoder does, compiled; shared by all streams of a model."""
+    """A tokenizer's decoder, compiled; shared by all streams of a model."""
 
     def start(self, prompt_token_ids: Sequence[int], *, keep_special_tokens: bool) -> Detokenizer:
         """A stream of text that continues the prompt's; an empty prompt begins the text."""
@@ -50,12 +50,12 @@ class Decoding(Protocol):
 def compile_decoder(
     decoder: Any, tokens: Sequence[str | None], special_ids: frozenset[int]
 ) -> Decoding:
-    """The decoding of a pipeline.
+    """Compiles the decoder of a pipeline.
 
     Args:
         decoder: the "decoder" part of tokenizer.json.
         tokens: each id's token as the vocabulary spells it; None for an unused id.
-        special_ids: tokens to leave out unless a stream keeps them.
+        special_ids: tokens to leave out unless a stream keeps special tokens.
     """
     steps = _flatten(decoder)
     kinds = [step["type"] for step in steps]
@@ -85,8 +85,8 @@ def _flatten(decoder: Any) -> list[dict[str, Any]]:
 class _Rules:
     """How sentencepiece tokens become text.
 
-    replacements apply to each token; strips_left is how many spaces go from the text's beginning;
-    first_without drops the space marks of the first token.
+    replacements apply to each token; strips_left is how many spaces are stripped from the text's
+    beginning; first_without drops the space marks of the first token.
     """
 
     replacements: dict[str, str]
@@ -96,7 +96,7 @@ class _Rules:
 
 
 def _read_rules(steps: list[dict[str, Any]], kinds: list[str]) -> _Rules:
-    """Replace..., ByteFallback?, Fuse, Strip? in this order, or an error."""
+    """Accepts Replace..., ByteFallback?, Fuse, Strip? in this order; raises for any other."""
     replacements: dict[str, str] = {}
     rest = list(steps)
     while rest and rest[0]["type"] == "Replace" and "String" in rest[0]["pattern"]:
@@ -121,7 +121,7 @@ def _read_rules(steps: list[dict[str, Any]], kinds: list[str]) -> _Rules:
 
 
 def _byte_by_char() -> dict[str, int]:
-    """GPT-2's printable stand-ins for bytes: printable ones are themselves, the rest follow 255."""
+    """GPT-2's characters for bytes: printable bytes map to themselves, others to 256 and up."""
     printable = [*range(0x21, 0x7F), *range(0xA1, 0xAD), *range(0xAE, 0x100)]
     others = [byte for byte in range(256) if byte not in set(printable)]
     table = {chr(byte): byte for byte in printable}
@@ -132,7 +132,7 @@ BYTE_BY_CHAR = _byte_by_char()
 
 
 def token_bytes(token: str) -> bytes:
-    """A byte-level token's bytes; one with other characters in it stands for itself."""
+    """A byte-level token's bytes; a token with any other character stands for its own text."""
     try:
         return bytes([BYTE_BY_CHAR[char] for char in token])
     except KeyError:
@@ -168,7 +168,7 @@ class _ByteLevelStream:
         try:
             data = b"".join([pieces[token_id] for token_id in token_ids])
         except IndexError:
-            # Models pad their vocabulary beyond the tokenizer's; such ids have no text.
+            # Models pad their vocabulary beyond the tokenizer's; padding ids have no text.
             data = b"".join([pieces[t] for t in token_ids if t < len(pieces)])
         text = self._decoder.decode(data)
         self.num_chars += len(text)
@@ -213,7 +213,7 @@ class _SentencePiece:
     def start(self, prompt_token_ids: Sequence[int], *, keep_special_tokens: bool) -> Detokenizer:
         pieces = self._pieces if keep_special_tokens else self._without_special
         stream = _SentencePieceStream(self, pieces, self._rules.strips_left)
-        # Of the prompt only a run of bytes at its end, and whether it has any text, matter.
+        # Only the prompt's last run of bytes, and whether the prompt has any text, matter here.
         tail = [t for t in prompt_token_ids[-64:] if t < len(pieces) and pieces[t] is not None]
         stream.push(tail)
         stream.forget_whole_characters()
@@ -238,7 +238,7 @@ class _SentencePieceStream:
         return self._shown + len(self._run.decode("utf-8", errors="ignore"))
 
     def forget_whole_characters(self) -> None:
-        """Leave of what came so far only the bytes of an unfinished character."""
+        """Drop all text so far except the bytes of an incomplete character."""
         decoder = codecs.getincrementaldecoder("utf-8")(errors="replace")
         decoder.decode(bytes(self._run))
         self._run = bytearray(decoder.getstate()[0])
@@ -265,7 +265,7 @@ class _SentencePieceStream:
     def finish(self) -> str:
         if not self._run:
             return ""
-        # An unfinished last character is left out; anything worse is what the run decodes to.
+        # An incomplete last character is dropped; an invalid run gives the text it decodes to.
         decoder = codecs.getincrementaldecoder("utf-8")()
         try:
             text = decoder.decode(bytes(self._run))

@@ -1,8 +1,8 @@
-"""A sentencepiece model out of a GGUF vocabulary with scores ("llama" in GGUF's words).
+"""A sentencepiece model built from a GGUF vocabulary with scores ("llama" in GGUF's terms).
 
-Sentencepiece joins the neighbours whose joint piece has the best score, again and again. That is
-BPE whose merges are ranked by the score of what they make, so the merges are read off the scores.
-What is not in the vocabulary falls back to its bytes.
+Sentencepiece repeatedly merges the neighbours whose merged piece has the best score. That is BPE
+with merges ranked by the score of the merged piece, so the merges are derived from the scores.
+Characters that are not in the vocabulary fall back to bytes.
 """
 
 from collections.abc import Sequence

@@ -1,8 +1,8 @@
 """A `tokenizers` pipeline built from the vocabulary that a GGUF file carries.
 
-GGUF keeps the vocabulary and names the pre-tokenizer; what the name stands for is known here. A
-name that is not in the table is an error, because a wrong split gives wrong tokens silently.
-Byte-level BPE ("gpt2" in GGUF's words) is built here, sentencepiece ("llama") in its own module.
+GGUF stores the vocabulary and only the name of the pre-tokenizer; a table here holds the split
+patterns by name. An unknown name is an error, because a wrong split gives wrong tokens silently.
+Byte-level BPE ("gpt2" in GGUF's terms) is built here, sentencepiece ("llama") in its own module.
 """
 
 from collections.abc import Callable, Sequence
@@ -20,7 +20,7 @@ _LLAMA3 = (
 )
 _QWEN2 = _LLAMA3.replace(r"\p{N}{1,3}", r"\p{N}")
 
-# Split patterns that take a time in proportion to the text, whatever the text is.
+# Split patterns whose matching time is linear in the text's length for any text.
 KNOWN_PATTERNS = frozenset({_LLAMA3, _QWEN2})
 
 
@@ -50,14 +50,14 @@ _PRE_TOKENIZERS: dict[str, Callable[[], pre_tokenizers.PreTokenizer]] = {
 
 
 def build_gguf_tokenizer(vocabulary: GgufVocabulary) -> Tokenizer:
-    """The pipeline of a vocabulary; raises UnsupportedTokenizerError naming what is unknown."""
+    """The pipeline of a vocabulary; UnsupportedTokenizerError names an unknown part."""
     tokens = vocabulary.tokens
     if vocabulary.model == "gpt2":
         tokenizer = _byte_level_bpe(vocabulary)
         _add_tokens(tokenizer, tokens, vocabulary.kinds, is_normalized=False)
     elif vocabulary.model == "llama":
         tokenizer = build_sentencepiece(vocabulary)
-        # Spaces in user-defined tokens are marks by the time that text is searched for them.
+        # The normalizer has turned spaces into marks before the text is searched for these tokens.
         spelled = [token.replace(" ", SPACE_MARK) for token in tokens]
         has_prefix = vocabulary.add_space_prefix
         _add_tokens(tokenizer, spelled, vocabulary.kinds, is_normalized=not has_prefix)
@@ -97,7 +97,7 @@ def _byte_level_bpe(vocabulary: GgufVocabulary) -> Tokenizer:
 def _add_tokens(
     tokenizer: Tokenizer, tokens: Sequence[str], kinds: Sequence[int], *, is_normalized: bool
 ) -> None:
-    """Control tokens are special (left out of text); user-defined ones are only never split."""
+    """Adds control tokens as special (left out of text), user-defined tokens as never split."""
     control = [token for token, kind in zip(tokens, kinds, strict=False) if kind == CONTROL]
     added = [token for token, kind in zip(tokens, kinds, strict=False) if kind == USER_DEFINED]
     tokenizer.add_special_tokens([AddedToken(t, special=True, normalized=False) for t in control])

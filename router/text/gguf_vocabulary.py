@@ -12,8 +12,8 @@ from router.text.errors import UnsupportedTokenizerError
 # Kinds in tokenizer.ggml.token_type.
 NORMAL, CONTROL, USER_DEFINED = 1, 3, 4
 
-# Merges are read off a sentencepiece vocabulary in a time that grows with the square of a token's
-# length. Real tokens have less than 200 characters, and vocabularies less than 3 million.
+# Deriving a sentencepiece vocabulary's merges takes time quadratic in a token's length. Real
+# tokens have fewer than 200 characters, real vocabularies fewer than 3 million in all.
 _MAX_TOKEN_CHARS = 1_000
 _MAX_CHARS = 1 << 24
 
@@ -25,7 +25,7 @@ def _key(name: str, default: Any) -> Any:
 
 
 class GgufVocabulary(msgspec.Struct, frozen=True, kw_only=True):
-    """What a header says of its tokenizer; the names are those of GGUF's keys."""
+    """The tokenizer part of a header; fields are named after GGUF's keys."""
 
     model: str | None = _key("model", None)
     pre: str = _key("pre", "gpt-2")
@@ -50,7 +50,7 @@ class GgufVocabulary(msgspec.Struct, frozen=True, kw_only=True):
         return None if token_id is None else self.tokens[token_id]
 
     def special_tokens(self) -> dict[str, str]:
-        """What chat templates call bos_token, eos_token, ...: name -> the token's text."""
+        """Special tokens for chat templates: name (bos_token, ...) -> the token's text."""
         found = {
             "bos_token": self.token(self.bos_token_id),
             "eos_token": self.token(self.eos_token_id),
@@ -61,9 +61,9 @@ class GgufVocabulary(msgspec.Struct, frozen=True, kw_only=True):
 
 
 def read_vocabulary(metadata: Mapping[str, Any]) -> GgufVocabulary:
-    """The vocabulary of a header's pairs.
+    """Reads the vocabulary from a header's key-value pairs.
 
-    Raises UnsupportedTokenizerError with key and value where one is not as it must be.
+    Raises UnsupportedTokenizerError with the key and value of an invalid pair.
     """
     try:
         vocabulary = msgspec.convert(metadata, GgufVocabulary, strict=True)

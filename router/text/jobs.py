@@ -1,7 +1,7 @@
-"""What can be asked of a model's text side: jobs, each a message that another process can take.
+"""Text jobs (render, tokenize, detokenize) as messages that another process can execute.
 
-A job is done in the process that calls `perform`: the router's own, or a child
-(`router.text.child`). The answer is a message too: `Done`, or what went wrong.
+A job is executed in the process that calls `perform`: the router's own, or a child
+(`router.text.child`). The answer is a message too: `Done`, or an error.
 """
 
 from collections.abc import Mapping, Sequence
@@ -25,7 +25,7 @@ class _Job(msgspec.Struct, frozen=True, tag=True, kw_only=True):
 
 
 class Prepare(_Job, frozen=True, tag=True):
-    """Compile the chat template; gives None."""
+    """Compile the chat template; the result is None."""
 
     def of(self, model: ModelText) -> None:
         if model.chat_template is not None:
@@ -33,7 +33,7 @@ class Prepare(_Job, frozen=True, tag=True):
 
 
 class Render(_Job, frozen=True, tag=True):
-    """Put messages through the chat template; gives a ChatText."""
+    """Render messages with the chat template; the result is a ChatText."""
 
     messages: Sequence[Mapping[str, str]]
     add_generation_prompt: bool
@@ -43,7 +43,7 @@ class Render(_Job, frozen=True, tag=True):
 
 
 class Encode(_Job, frozen=True, tag=True):
-    """Tokenize a text in which names of special tokens are those tokens; gives int32 bytes."""
+    """Tokenize a text, names of special tokens as those tokens; the result is int32 bytes."""
 
     text: str
     add_special_tokens: bool
@@ -54,7 +54,7 @@ class Encode(_Job, frozen=True, tag=True):
 
 
 class EncodeChat(_Job, frozen=True, tag=True):
-    """Tokenize a chat prompt; gives int32 bytes."""
+    """Tokenize a chat prompt; the result is int32 bytes."""
 
     chat: ChatText
 
@@ -63,7 +63,7 @@ class EncodeChat(_Job, frozen=True, tag=True):
 
 
 class Spell(_Job, frozen=True, tag=True):
-    """The text of token ids, which are int32 bytes."""
+    """Detokenize token ids (int32 bytes)."""
 
     token_ids: bytes
     keep_special_tokens: bool
@@ -74,7 +74,7 @@ class Spell(_Job, frozen=True, tag=True):
 
 
 class EncodeBadWords(_Job, frozen=True, tag=True):
-    """For each word, the token sequences that spell it."""
+    """Find the token sequences that spell each word."""
 
     words: Sequence[str]
 
@@ -86,7 +86,7 @@ Job = Prepare | Render | Encode | EncodeChat | Spell | EncodeBadWords
 
 
 class Done(msgspec.Struct, frozen=True, tag=True):
-    """What the job gives."""
+    """The job's result."""
 
     value: Any
 
@@ -98,7 +98,7 @@ class Refused(msgspec.Struct, frozen=True, tag=True):
 
 
 class JobFailed(msgspec.Struct, frozen=True, tag=True):
-    """The template or the tokenizer failed in a way that is not foreseen."""
+    """The template or the tokenizer failed unexpectedly."""
 
     message: str
 
@@ -107,7 +107,7 @@ Answer = Done | Refused | JobFailed
 
 
 def perform(job: Job, models: Mapping[str, ModelText]) -> Answer:
-    """Do a job; raises nothing but what ends the process or cancels the task."""
+    """Execute a job; raises only exceptions that end the process or cancel the task."""
     try:
         return Done(job.of(models[job.model]))
     except ChatTemplateError as error:
@@ -119,5 +119,5 @@ def perform(job: Job, models: Mapping[str, ModelText]) -> Answer:
 
 
 def _clean(message: str) -> str:
-    """The message, not too long, and without lone surrogates, which cannot be sent."""
+    """The error's message, truncated, and without lone surrogates, which cannot be sent."""
     return message[:_MAX_MESSAGE_CHARS].encode(errors="replace").decode()

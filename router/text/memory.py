@@ -1,4 +1,4 @@
-"""Gives memory back to the system that the C library keeps after big prompts."""
+"""Returns freed memory, which the C library keeps after large prompts, to the system."""
 
 import asyncio
 import ctypes
@@ -8,7 +8,7 @@ _DELAY_S = 1.0
 
 
 class Trimmer:
-    """Trims the heap of this process some time after the last big prompt."""
+    """Trims the heap of this process some time after the last large prompt."""
 
     def __init__(self) -> None:
         self._timer: asyncio.TimerHandle | None = None
@@ -16,12 +16,12 @@ class Trimmer:
         self._trim = getattr(library, "malloc_trim", None)
 
     def soon(self) -> None:
-        """A big prompt has been read; its call, and what that holds, is about to end."""
+        """Schedule a trim after a large prompt, whose call is about to end and free its memory."""
         self.close()
         if self._trim is not None:
             self._timer = asyncio.get_running_loop().call_later(_DELAY_S, self._trim, 0)
 
     def close(self) -> None:
-        """Trim no more."""
+        """Cancel any scheduled trim."""
         if self._timer is not None:
             self._timer.cancel()

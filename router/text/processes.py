@@ -1,8 +1,8 @@
 """The router's side of the child processes that do text jobs.
 
-`TextProcesses` owns the fork server; a `TextProcess` is one child, owned by whoever started it,
-and does one job at a time. A child that exceeds its limits, or whose caller has gone, is killed;
-starting the next one takes milliseconds, because it is a fork that has the models already.
+`TextProcesses` owns the fork server. A `TextProcess` is one child, owned by the code that started
+it, and executes one job at a time. A child that exceeds its limits, or whose client has gone away,
+is killed. Starting another child takes milliseconds, because a fork has the models already.
 """
 
 import asyncio
@@ -25,7 +25,7 @@ from router.text.jobs import Answer
 from router.text.tokenizer import ModelText
 
 _LENGTH = struct.Struct("<I")
-# Last resort for a child that neither works nor ends; limits are in processor time.
+# Wall-clock limit, a last resort for a child that hangs idle: the other limits are CPU time.
 _MAX_WAIT_S = 120.0
 _MAX_CLOSE_S = 5.0
 
@@ -33,7 +33,7 @@ logger = logging.getLogger(__name__)
 
 
 class TextProcess:
-    """One child process and our side of its socket."""
+    """One child process and the router's side of its socket."""
 
     def __init__(self, owner: "TextProcesses", jobs: socket.socket) -> None:
         self._owner = owner
@@ -41,9 +41,9 @@ class TextProcess:
         self._pid = 0
 
     async def call(self, task: Task) -> Answer:
-        """Have a task done; TextProcessError when the child ended instead.
+        """Send a task and wait for the answer; TextProcessError when the child ended instead.
 
-        Whatever is raised, cancellation too, the child is dead by then.
+        After any exception, including cancellation, the child is dead.
         """
         try:
             async with asyncio.timeout(_MAX_WAIT_S):
@@ -61,20 +61,20 @@ class TextProcess:
         self._pid = msgspec.msgpack.decode(await _receive(self._jobs), type=int)
 
     def be_nice(self, niceness: int) -> None:
-        """Leave the processor to others from now on; niceness is beyond the router's own."""
+        """Lower the child's priority from now on; niceness is added to the router's own."""
         with contextlib.suppress(OSError):
             own = os.getpriority(os.PRIO_PROCESS, 0)
             os.setpriority(os.PRIO_PROCESS, self._pid, own + niceness)
 
     def cpu_s(self) -> float:
-        """Processor time that the child has used, in seconds; 0.0 when it is gone."""
+        """CPU time that the child has used, in seconds; 0.0 when the child is gone."""
         with contextlib.suppress(OSError):
-            # What clock_getcpuclockid(3) gives for a process.
+            # The clock id that clock_getcpuclockid(3) returns for a process.
             return time.clock_gettime(~self._pid << 3 | 2)
         return 0.0
 
     def is_alive(self) -> bool:
-        """Whether an idle child still waits for jobs."""
+        """Whether an idle child is still waiting for jobs."""
         try:
             return bool(self._jobs.recv(1, socket.MSG_PEEK))
         except BlockingIOError:
@@ -83,18 +83,18 @@ class TextProcess:
             return False
 
     def stop(self) -> None:
-        """End the child at once; a call that waits for it raises TextProcessError."""
+        """Kill the child at once; a pending call raises TextProcessError."""
         with contextlib.suppress(OSError):
             self._jobs.shutdown(socket.SHUT_RDWR)
         self._owner.end(self._pid)
 
     def kill(self) -> None:
-        """End the child, which no call waits for."""
+        """Kill the child, which has no pending call."""
         self.stop()
         self.close()
 
     def close(self) -> None:
-        """Give the socket back."""
+        """Close the socket."""
         self._owner.forget(self)
         self._jobs.close()
 
@@ -110,16 +110,17 @@ class TextProcesses:
         self._starting = asyncio.Lock()
 
     def fork(self) -> None:
-        """Make a fork server out of this very process, which must have no other threads yet.
+        """Fork the fork server from this process, which must have no other threads yet.
 
-        It shares the models' memory with us. Without this, or when that fork server has ended, one
-        is started as a new program and sent the models, which takes seconds for large ones.
+        That fork server shares the models' memory with the router. Without this call, or after that
+        fork server has ended, a new program is started and sent the models, which takes seconds for
+        large models.
         """
         self._pid, self._control = fork_server(self._models)
         self._control.setblocking(False)
 
     async def start(self) -> TextProcess:
-        """A new child."""
+        """Start a child."""
         for _ in range(2):
             control = await self._fork_server()
             ours, theirs = socket.socketpair()
@@ -150,7 +151,7 @@ class TextProcesses:
                 self.close()
 
     def forget(self, child: TextProcess) -> None:
-        """The child is gone, or about to go."""
+        """Forget a child that has ended or is about to end."""
         self._children.discard(child)
 
     def close(self) -> None:
@@ -177,7 +178,7 @@ class TextProcesses:
 
 
 async def _start_program(parts: bytes) -> tuple[int, socket.socket]:
-    """A fork server that is a program of its own, from the models as a message."""
+    """Start a fork server as a separate program and send the models as a message."""
     control, theirs = socket.socketpair(socket.AF_UNIX, socket.SOCK_SEQPACKET)
     stream, their_stream = socket.socketpair()
     numbers = [theirs.fileno(), their_stream.fileno()]
@@ -206,7 +207,7 @@ async def _send(stream: socket.socket, data: bytes) -> None:
 
 
 async def _receive(stream: socket.socket) -> bytearray:
-    """The next message; EOFError when the other side is gone."""
+    """Receives the next message; EOFError when the other side is gone."""
     return await _read(stream, *_LENGTH.unpack(await _read(stream, _LENGTH.size)))
 
 

@@ -1,9 +1,9 @@
-"""Finds stop strings in text that comes in pieces, and lets nothing of them out.
+"""Finds stop strings in text that arrives in pieces, and releases no part of a stop string.
 
-The rule, which does not depend on how the text is cut into pieces: reading character by
-character, the first stop string to be complete ends the text; of several complete at the same
-character, the longest. Text is released as soon as it can no longer be the beginning of any stop
-string. It is an Aho-Corasick automaton, so a character costs the same whatever the stop strings.
+The result does not depend on how the text is cut into pieces. Reading character by character, the
+first stop string to be complete ends the text; among several complete at the same character, the
+longest wins. Text is released as soon as it can no longer be the beginning of any stop string. The
+matcher is an Aho-Corasick automaton: a character's cost is independent of the stop strings.
 """
 
 from collections import deque
@@ -13,14 +13,14 @@ from collections.abc import Sequence
 class StopStrings:
     """The automaton of a set of stop strings; immutable, one per request.
 
-    State 0 is "nothing matched so far"; a state's depth is how many of the last characters may
+    State 0 means that nothing has matched. A state's depth is how many of the last characters may
     be the beginning of a stop string.
     """
 
     __slots__ = ("depth", "fallback", "first_chars", "matched_len", "next_by_char", "stops")
 
     def __init__(self, stops: Sequence[str]) -> None:
-        """stops are not empty strings."""
+        """stops must not contain the empty string."""
         assert all(stops), "an empty stop string would match everywhere"
         self.stops = tuple(stops)
         self.first_chars = frozenset(stop[0] for stop in stops)
@@ -47,7 +47,7 @@ class StopStrings:
         self.matched_len[state] = len(stop)
 
     def _link(self) -> None:
-        """Point each state to the one of its longest proper suffix, breadth first."""
+        """Link each state to the state of its longest proper suffix, breadth first."""
         pending = deque(self.next_by_char[0].values())
         while pending:
             state = pending.popleft()
@@ -64,14 +64,14 @@ class StopStrings:
         return self.next_by_char[state].get(char, 0)
 
     def shortened(self, state: int) -> int:
-        """The state without those of its last characters that no stop string goes on from."""
+        """Follows suffix links to the first state from which a stop string can continue."""
         while state and not self.next_by_char[state]:
             state = self.fallback[state]
         return state
 
 
 class StopScanner:
-    """Where one text stands; owns the characters it holds back."""
+    """The scan of one text; owns the characters held back."""
 
     __slots__ = ("_automaton", "_held", "_includes_stop", "_state")
 
@@ -83,10 +83,10 @@ class StopScanner:
         self._held = ""
 
     def push(self, text: str, *, may_stop: bool = True) -> tuple[str, str | None]:
-        """What may be shown now, and the stop string found; after one is found, push no more.
+        """The text released now, and the stop string found, if any; after that, push no more.
 
-        A stop string that is complete in text that may not stop is ordinary text; one that begins
-        there and is completed later is found.
+        A stop string that is complete within text that may not stop is ordinary text; a stop string
+        that begins there and is completed later is found.
         """
         automaton = self._automaton
         state = self._state
@@ -109,6 +109,6 @@ class StopScanner:
         return seen[:shown], None
 
     def finish(self) -> str:
-        """What was held back, now that no more text comes."""
+        """The text held back, released at the end of the text."""
         held, self._held, self._state = self._held, "", 0
         return held

@@ -1,9 +1,9 @@
 """Taint tracking for chat templates: which characters of a prompt the caller wrote.
 
-The strings of the messages go into a template as `TaintedText`. The operations that templates use
-(concatenation, slices, strip, split, replace, join, changes of case) keep one mark per character,
-so the rendered prompt tells the template's own characters from the caller's, whatever the template
-did with them. The result of any other operation is marked UNKNOWN as a whole.
+The strings of the messages are passed to a template as `TaintedText`. The operations that templates
+use (concatenation, slices, strip, split, replace, join, changes of case) keep one mark per
+character, so each character of the rendered prompt is known to be the template's or the caller's.
+The result of any other operation is marked UNKNOWN as a whole.
 """
 
 import itertools
@@ -16,7 +16,7 @@ UNKNOWN = "?"
 
 
 class TaintedText(str):
-    """A string with one mark per character; equal to, and hashed as, the plain string."""
+    """A string with one mark per character; compares and hashes as the plain string."""
 
     __slots__ = ("marks",)
 
@@ -29,7 +29,7 @@ class TaintedText(str):
         return tainted
 
     def __str__(self) -> str:
-        # `str(x)` keeps the class, and so the marks: Jinja2 calls it on all that it writes.
+        # `str(x)` keeps the class and its marks: Jinja2 calls `str` on every value it writes.
         return self
 
     def __getitem__(self, key: Any) -> "TaintedText":
@@ -114,7 +114,7 @@ class TaintedText(str):
         return self._recased("capitalize")
 
     def _pieces(self, pieces: list[str], sep: str | None) -> list[str]:
-        """Marks the pieces of a split, which lie one after the other with separators between."""
+        """Marks the pieces of a split, which are consecutive with separators between."""
         found: list[str] = []
         begin = 0
         for piece in pieces:
@@ -133,7 +133,7 @@ class TaintedText(str):
         text = recase(self)
         if len(text) == len(self):
             return TaintedText(text, self.marks)
-        # Some characters become several, e.g. the German sharp s in upper case.
+        # Some characters become several, e.g. German sharp s in upper case.
         marks = "".join(
             mark * len(recase(char))
             for char, mark in zip(str.__iter__(self), self.marks, strict=True)
@@ -142,12 +142,12 @@ class TaintedText(str):
 
 
 def marks_of(text: str) -> str:
-    """One mark per character; a plain string is the template's."""
+    """One mark per character; a plain string is marked TEMPLATE."""
     return text.marks if isinstance(text, TaintedText) else TEMPLATE * len(text)
 
 
 def taint(value: Any) -> Any:
-    """The value with every string in it, but the keys of mappings, marked as the caller's."""
+    """The value with every string in it, except keys of mappings, marked CALLER."""
     match value:
         case str():
             return TaintedText(value, CALLER * len(value))
@@ -176,14 +176,14 @@ def is_tainted(value: Any) -> bool:
 
 
 def derived(result: Any, *sources: Any) -> Any:
-    """The result of an operation that keeps no marks: UNKNOWN where a source is tainted."""
+    """The result of an operation that keeps no marks: UNKNOWN if a source is tainted."""
     if not isinstance(result, (str, list, tuple)) or isinstance(result, TaintedText):
         return result
     return _as_unknown(result) if is_tainted(sources) else result
 
 
 def join(parts: Iterable[Any]) -> str:
-    """The parts as strings, one after the other, with their marks."""
+    """Concatenates the parts as strings, with their marks."""
     texts = [part if isinstance(part, str) else derived(str(part), part) for part in parts]
     if any(isinstance(text, TaintedText) for text in texts):
         return TaintedText("", "").join(texts)

@@ -1,14 +1,14 @@
 """A lower bound on the number of tokens of a text, found without tokenizing the text.
 
 Tokenizing a megabyte takes a second, the bound a few milliseconds. Tokens divide a text into
-pieces. So a text has, for any set of counted bytes, at least
+pieces. So for any set of counted bytes, a text has at least
 
     counted bytes of the text / most counted bytes that one token of the vocabulary stands for
 
 tokens. Two sets are counted: all bytes, and ASCII letters alone. Letters often give the better
-bound, because the longest tokens of vocabularies are runs of spaces and dashes. Bytes that have no
-token are not counted, because the tokenizer drops these. The bound holds for pipelines that drop
-nothing else: byte-level BPE, BPE that falls back to bytes, pre-tokenizers that remove nothing,
+bound, because the longest tokens of vocabularies are runs of spaces and dashes. Bytes without a
+token are not counted, because the tokenizer drops these bytes. The bound holds for pipelines that
+drop nothing else: byte-level BPE, BPE that falls back to bytes, pre-tokenizers that remove nothing,
 normalizers that never shorten a text, and NFC. A post-processor only adds tokens. For any other
 pipeline the bound is 0.
 """
@@ -23,7 +23,7 @@ from tokenizers import Tokenizer, models
 
 from router.text.detokenizer import BYTE_BY_CHAR, token_bytes
 
-# The most that NFC shortens UTF-8, over all of Unicode: 3.5 bytes become 1.
+# The largest factor by which NFC shortens UTF-8, over all of Unicode: 3.5 bytes become 1.
 _MOST_NFC_SHORTENS = 4
 
 _LETTERS = frozenset(string.ascii_letters.encode())
@@ -40,7 +40,7 @@ class Count:
     most: int
 
     def least(self, text: str, enough: int) -> int:
-        """Lower bound on the text's tokens; counting stops when the bound exceeds `enough`."""
+        """Lower bound on the text's number of tokens; counting stops once it exceeds `enough`."""
         num_counted = 0
         for begin in range(0, len(text), _SLICE_CHARS):
             piece = text[begin : begin + _SLICE_CHARS].encode()
@@ -58,7 +58,7 @@ class TokenBound:
     counts_if_composed: Sequence[Count]
 
     def least(self, text: str, enough: int) -> int:
-        """Lower bound on the text's tokens; not made more exact once it exceeds `enough`."""
+        """Lower bound on the text's number of tokens; not refined once it exceeds `enough`."""
         counts = self.counts if text.isascii() else self.counts_if_composed
         return max((count.least(text, enough) for count in counts), default=0)
 
@@ -84,17 +84,17 @@ def compile_bound(tokenizer: Tokenizer) -> TokenBound | None:
     letters = _counts(pieces, _ALL_BYTES - _LETTERS | missing)
     every = _counts(pieces, missing)
     if any(t.lstrip or t.rstrip for t in tokenizer.get_added_tokens_decoder().values()):
-        # Such a token stands for any amount of white space beside it.
+        # A token with lstrip or rstrip also consumes any amount of white space beside it.
         every = []
     if all(step["type"] != "NFC" for step in normalizers):
         return TokenBound([*every, *letters], [*every, *letters])
-    # A letter and its accent may have become a character that is neither.
+    # NFC may compose an ASCII letter and its accent into a non-ASCII character.
     composed = [Count(count.others, _MOST_NFC_SHORTENS * count.most) for count in every]
     return TokenBound([*every, *letters], composed if missing <= _NOT_IN_UTF8 else [])
 
 
 def _steps(part: Any, name: str) -> list[Mapping[str, Any]]:
-    """A normalizer or pre-tokenizer as tokenizer.json has it, a sequence taken apart."""
+    """The steps of a normalizer or pre-tokenizer in tokenizer.json, with sequences flattened."""
     if part is None:
         return []
     step = json.loads(part.__getstate__())
@@ -109,7 +109,7 @@ def _keeps_text(splitter: Mapping[str, Any]) -> bool:
 
 
 def _is_known(normalizer: Mapping[str, Any]) -> bool:
-    """Whether it never shortens a text, or is NFC."""
+    """Whether the normalizer never shortens a text, or is NFC."""
     if normalizer["type"] != "Replace":
         return normalizer["type"] in {"NFC", "Prepend", "ByteLevel"}
     pattern = normalizer["pattern"].get("String", "").encode()
@@ -118,14 +118,14 @@ def _is_known(normalizer: Mapping[str, Any]) -> bool:
 
 
 def _counts(pieces: Sequence[bytes], others: frozenset[int]) -> list[Count]:
-    """The count of all but some bytes; none when no token has any."""
+    """The count of all bytes except some; none when no token has a counted byte."""
     uncounted = bytes(sorted(others))
     most = max(len(piece.translate(None, uncounted)) for piece in pieces)
     return [Count(uncounted, most)] if most else []
 
 
 def _added_tokens(tokenizer: Tokenizer) -> Iterator[bytes]:
-    """What added tokens stand for; a normalized one is looked for in the normalized text."""
+    """The text of added tokens; normalized tokens are matched in the normalized text."""
     for token in tokenizer.get_added_tokens_decoder().values():
         yield token.content.encode()
         if tokenizer.normalizer is not None and token.normalized:

@@ -1,4 +1,4 @@
-"""A model's text side: its tokenizer and its chat template, from a folder or a GGUF file."""
+"""A model's tokenizer and chat template, from a Hugging Face folder or a GGUF file."""
 
 import contextlib
 import functools
@@ -24,11 +24,11 @@ from router.text.token_bound import compile_bound
 
 Int32Array = NDArray[np.int32]
 
-# Child processes are forked, so this process must have no threads of the library's.
+# Child processes are forked, so the tokenizers library must start no threads here.
 os.environ["TOKENIZERS_PARALLELISM"] = "false"
 
 _MAX_FILE_BYTES = 1 << 28
-# Ids that no token has cost memory, too; real vocabularies have a few thousand.
+# Unused ids cost memory too; real vocabularies have a few thousand of them.
 _MAX_UNUSED_IDS = 1 << 20
 
 _SPECIAL_TOKEN_NAMES = (
@@ -37,14 +37,14 @@ _SPECIAL_TOKEN_NAMES = (
 
 
 class TextTokenizer:
-    """Text to token ids and back; encoding is for one thread at a time.
+    """Text to token ids and back; encode from one thread at a time.
 
-    is_known says that the tokenizer's regular expressions are ones that take a time in proportion
-    to the text; a model's own may take for ever, even for a short text.
+    is_known: the tokenizer uses only known regular expressions, whose matching time is linear in
+    the text's length. An unknown expression may never finish, even on a short text.
     """
 
     def __init__(self, tokenizer: Tokenizer) -> None:
-        """Raises UnsupportedTokenizerError when text could not be given back exactly."""
+        """Raises UnsupportedTokenizerError when the detokenizer could not be exact."""
         tokenizer.no_padding()
         tokenizer.no_truncation()
         self._tokenizer = tokenizer
@@ -78,21 +78,21 @@ class TextTokenizer:
         return ControlTokens(self._tokenizer)
 
     def to_json(self) -> str:
-        """The tokenizer as tokenizer.json has it; takes a second for a large vocabulary."""
+        """The tokenizer in tokenizer.json's format; takes a second for a large vocabulary."""
         return self._tokenizer.to_str()
 
     def encode(self, text: str, *, add_special_tokens: bool) -> Int32Array:
         """[num_tokens] ids. Names of special tokens in the text become those tokens."""
-        # Unlike `encode`, this makes no offsets, and takes less time and memory.
+        # Unlike `encode`, this call computes no offsets, which saves time and memory.
         [encoding] = self._tokenizer.encode_batch_fast(
             [text], add_special_tokens=add_special_tokens
         )
         return np.asarray(encoding.ids, dtype=np.int32)
 
     def least_tokens(self, text: str, enough: int) -> int:
-        """Lower bound on the number of the text's tokens, found in milliseconds.
+        """Lower bound on the text's number of tokens, computed in milliseconds.
 
-        Above `enough` the bound is not made more exact.
+        Above `enough` the bound is not refined.
         """
         return 0 if self._bound is None else self._bound.least(text, enough)
 
@@ -104,13 +104,13 @@ class TextTokenizer:
     def detokenizer(
         self, prompt_token_ids: Sequence[int], *, keep_special_tokens: bool = False
     ) -> Detokenizer:
-        """A stream that continues the prompt (only its end is looked at)."""
+        """A stream that continues the prompt; only the prompt's end matters."""
         return self._decoding.start(prompt_token_ids, keep_special_tokens=keep_special_tokens)
 
 
 @dataclass(frozen=True, slots=True)
 class ModelText:
-    """What the router needs of a model."""
+    """The tokenizer and chat template of a model."""
 
     tokenizer: TextTokenizer
     chat_template: ChatTemplate | None
@@ -118,7 +118,7 @@ class ModelText:
     def chat_prompt(
         self, messages: Sequence[Mapping[str, str]], *, add_generation_prompt: bool
     ) -> ChatText:
-        """The prompt of a conversation; ChatTemplateError when it cannot be made."""
+        """Renders the prompt of a conversation; ChatTemplateError when rendering fails."""
         if self.chat_template is None:
             raise ChatTemplateError("this model has no chat template; send `text` instead")
         text, marks = self.chat_template.render(
@@ -129,9 +129,9 @@ class ModelText:
 
 
 def load_model_text(path: Path) -> ModelText:
-    """The text side of a Hugging Face folder or a GGUF file.
+    """Loads tokenizer and chat template from a Hugging Face folder or a GGUF file.
 
-    Raises UnsupportedTokenizerError, which names the file and what is wrong in it.
+    Raises UnsupportedTokenizerError, which names the file and its fault.
     """
     with faults_named(path):
         return _load_folder(path) if path.is_dir() else _load_gguf(path)
@@ -146,7 +146,7 @@ def faults_named(path: Path) -> Iterator[None]:
         raise UnsupportedTokenizerError(f"{path}: {error}") from error
     except (OSError, KeyboardInterrupt, SystemExit):
         raise
-    except BaseException as error:  # the library panics on some files, which is no Exception
+    except BaseException as error:  # a panic of the library, on some files, is not an Exception
         raise UnsupportedTokenizerError(
             f"{path}: its tokenizer cannot be read: {type(error).__name__}: {error}"
         ) from error
@@ -166,7 +166,7 @@ def _load_gguf(file: Path) -> ModelText:
 
 
 def _patterns(step: Any) -> Iterator[str]:
-    """Every regular expression of a normalizer or pre-tokenizer as tokenizer.json has it."""
+    """Every regular expression of a normalizer or pre-tokenizer in tokenizer.json."""
     for key, value in step.items() if isinstance(step, dict) else enumerate(step):
         if key == "Regex":
             yield value
@@ -175,7 +175,7 @@ def _patterns(step: Any) -> Iterator[str]:
 
 
 def _decoder_of(tokenizer: Tokenizer) -> Any:
-    """The decoder as tokenizer.json has it; writing out the whole pipeline takes a second."""
+    """The decoder in tokenizer.json's format; serializing the whole pipeline takes a second."""
     decoder = tokenizer.decoder
     return None if decoder is None else json.loads(decoder.__getstate__())
 
@@ -189,7 +189,7 @@ def _load_folder(folder: Path) -> ModelText:
     _check_size(file)
     try:
         tokenizer = Tokenizer.from_file(str(file))
-    except Exception as error:  # the library raises no narrower class
+    except Exception as error:  # the library raises no more specific class
         raise UnsupportedTokenizerError(f"tokenizer.json cannot be read: {error}") from error
     config = _read_json(folder / "tokenizer_config.json")
     special = _special_tokens(_read_json(folder / "special_tokens_map.json") | config)
@@ -217,7 +217,7 @@ def _read_json(file: Path) -> dict[str, Any]:
 
 
 def _special_tokens(config: Mapping[str, Any]) -> dict[str, str]:
-    """Special tokens by name; each is written as a string or as an object with `content`."""
+    """Special tokens by name; the file gives each as a string or as an object with `content`."""
     found: dict[str, str] = {}
     for name in _SPECIAL_TOKEN_NAMES:
         value = config.get(name)
@@ -229,7 +229,7 @@ def _special_tokens(config: Mapping[str, Any]) -> dict[str, str]:
 
 
 def _template_source(folder: Path, in_config: Any) -> str | None:
-    """chat_template.jinja wins; in the configuration it is a string, or several with names."""
+    """From chat_template.jinja, else the configuration: a string, or several by name."""
     file = folder / "chat_template.jinja"
     if file.is_file():
         _check_size(file)
