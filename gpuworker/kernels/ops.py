@@ -28,7 +28,7 @@ class HeadNorms:
 class RopeTables:
     """Cosines and sines by position: each [max_model_len, rotary_dim / 2] float32.
 
-    Of a head's leading rotary_dim dimensions, each one of the first half is rotated with its
+    Of a head's leading rotary_dim dimensions, each dimension of the first half is rotated with its
     partner in the second half.
     """
 

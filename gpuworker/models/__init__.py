@@ -1,1 +1,1 @@
-"""One lean decoder, the families it can be configured as, and weight loading."""
+"""The decoder, the model families that configure the decoder, and weight loading."""

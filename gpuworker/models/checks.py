@@ -1,7 +1,7 @@
-"""What the values of a model's files may be, checked before anything is allocated by them.
+"""Checks the values in a model's files before any allocation depends on them.
 
-Bounds are far beyond any model there is and near enough that no value makes a loop or a table
-large. Keys that are not listed are not read as numbers.
+Bounds are far beyond any existing model, yet small enough that no value makes a loop or a table
+large. Keys that are not listed here are not read as numbers.
 """
 
 import math
@@ -27,7 +27,7 @@ class _Integer:
 
 @dataclass(frozen=True, slots=True)
 class _Number:
-    """low itself is not allowed."""
+    """A number in (low, high]."""
 
     low: float
     high: float
@@ -51,7 +51,7 @@ _ROPE_BASE = _Number(1, 1e12)
 _FACTOR = _Number(0, 1e6)
 
 _Bounds = Mapping[str, _Integer | _Number]
-# Keys of config.json, of its rope_parameters, and of generation_config.json.
+# Keys of config.json, of the rope_parameters in it, and of generation_config.json.
 HF_BOUNDS: _Bounds = {
     "vocab_size": _Integer(1, 1 << 24),
     "hidden_size": _WIDTH,
@@ -91,7 +91,7 @@ HF_BOUNDS: _Bounds = {
     "mscale_all_dim": _Number(-1e6, 1e6),
     "eos_token_id": _TOKEN_ID,
 }
-# Keys of GGUF: without the architecture that they begin with.
+# GGUF keys, without their architecture prefix.
 GGUF_BOUNDS: _Bounds = {
     "block_count": _LAYERS,
     "embedding_length": _WIDTH,
@@ -118,22 +118,22 @@ GGUF_BOUNDS: _Bounds = {
     "tokenizer.ggml.eos_token_id": _TOKEN_ID,
     "tokenizer.ggml.eot_token_id": _TOKEN_ID,
 }
-# Keys whose values may be lists of such numbers, and those whose values are such mappings.
+# Keys whose values may be lists of such numbers, and keys whose values are mappings of such keys.
 _LISTS = {"eos_token_id", "short_factor", "long_factor"}
 _NESTED = {"rope_parameters", "rope_scaling", "full_attention", "sliding_attention"}
 
 
 def check_values(file: str, values: Mapping[str, Any], bounds: _Bounds, prefix: str = "") -> None:
-    """Checks type and range of every value that is read as a number, and of each in a list.
+    """Checks type and range of every value that is read as a number, and of each list member.
 
     Args:
-        file: for messages.
-        values: by key; None is as good as missing.
-        bounds: by key.
-        prefix: what keys may begin with besides.
+        file: the file's name, for messages.
+        values: by key; None counts as missing.
+        bounds: by key, without the prefix.
+        prefix: optional prefix of keys in `values`.
 
     Raises:
-        WeightError: naming file, key and value.
+        WeightError: a value has a wrong type or is out of range; the message names file and key.
     """
     for key, value in values.items():
         if isinstance(value, Mapping) and key in _NESTED:
@@ -148,10 +148,10 @@ def check_values(file: str, values: Mapping[str, Any], bounds: _Bounds, prefix: 
 
 
 def check_config(file: str, config: ModelConfig, eos_token_ids: tuple[int, ...]) -> None:
-    """Checks what values say together.
+    """Checks that values are consistent with each other.
 
     Raises:
-        WeightError: naming file and values.
+        WeightError: values contradict each other; the message names file and values.
     """
     attention = config.attention
     if attention.num_heads % attention.num_kv_heads:
@@ -204,6 +204,6 @@ def _is_integer(value: Any) -> bool:
 
 
 def _shown(value: Any) -> str:
-    """A value for a message; of a large one the beginning."""
+    """A value for a message; a large value is cut to its beginning."""
     text = repr(value)
     return text if len(text) <= 60 else text[:60] + "…"

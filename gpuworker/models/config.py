@@ -1,6 +1,7 @@
-"""What a decoder-only model is made of, whatever file it came from.
+"""The configuration of a decoder-only model, independent of the file format.
 
-Families differ by values here, never by code: see `families` for how a file's metadata becomes one.
+Model families differ by values here, never by code. `families` builds a configuration from a file's
+metadata.
 """
 
 from dataclasses import dataclass
@@ -9,7 +10,7 @@ from typing import Literal
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class RopeScaling:
-    """The llama3 rule: long wavelengths are stretched, short ones kept, a ramp between."""
+    """The llama3 rule: stretches long wavelengths, keeps short ones and interpolates between."""
 
     factor: float
     low_freq_factor: float
@@ -21,10 +22,11 @@ class RopeScaling:
 class Rope:
     """Rotary embedding of one kind of layer.
 
-    rotary_dim: leading dimensions of a head that turn; the rest pass.
-    linear_factor: positions are divided by it.
-    frequency_divisors: [rotary_dim / 2] or empty; each frequency is divided by its own.
-    long_frequency_divisors: used instead when max_model_len exceeds original_max_position.
+    rotary_dim: leading dimensions of a head that are rotated; the others are unchanged.
+    linear_factor: divides positions.
+    frequency_divisors: [rotary_dim / 2] or empty; divides frequencies elementwise.
+    long_frequency_divisors: replaces frequency_divisors if max_model_len exceeds
+        original_max_position.
     attention_factor: multiplies the cosines and sines.
     """
 
@@ -40,7 +42,7 @@ class Rope:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class AttentionConfig:
-    """Attention of every layer; what differs by layer is in LayerConfig."""
+    """The attention parameters that all layers share; LayerConfig has those that differ."""
 
     num_heads: int
     num_kv_heads: int
@@ -54,7 +56,7 @@ class AttentionConfig:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class ExpertsConfig:
-    """A layer's mixture of experts; is_normalized: a token's weights add up to 1."""
+    """A layer's mixture of experts; is_normalized: a token's expert weights sum to 1."""
 
     num_experts: int
     num_per_token: int
@@ -64,9 +66,11 @@ class ExpertsConfig:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class LayerConfig:
-    """One layer: rope None leaves positions out, sliding_window None sees everything.
+    """One layer.
 
-    experts None is one MLP of the model's intermediate_size.
+    rope: None means no rotary embedding.
+    sliding_window: None means that a query sees its whole context.
+    experts: None means one MLP of the model's intermediate_size.
     """
 
     rope: Rope | None
@@ -78,8 +82,8 @@ class LayerConfig:
 class ModelConfig:
     """A decoder: layers of attention and gated MLP between an embedding and a head.
 
-    norm_offset is added to every norm weight read from a file (Gemma stores weight - 1).
-    has_post_norms: attention and MLP outputs are normed before they join the residual.
+    norm_offset: added to every norm weight read from a file (Gemma stores weight - 1).
+    has_post_norms: attention and MLP outputs are normed before they are added to the residual.
     """
 
     family: str

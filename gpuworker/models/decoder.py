@@ -1,7 +1,7 @@
-"""The one decoder: embedding, layers of attention and gated MLP, a head.
+"""The decoder of all model families: embedding, layers of attention and gated MLP, head.
 
-It runs the flat mixed batch of a step in one pass and knows neither requests nor the schedule.
-Everything between matrix products and attention is `gpuworker.kernels.ops`, by device.
+The decoder runs a step's flat mixed batch in one pass; it knows neither requests nor the schedule.
+The work between matrix products and attention is in `gpuworker.kernels.ops`, by device.
 """
 
 from collections.abc import Sequence
@@ -49,9 +49,9 @@ class Decoder:
     """A decoder-only model.
 
     Args:
-        config: what it is made of.
-        weights: in the type the model computes in, on its device.
-        ops: of that device.
+        config: the model's configuration.
+        weights: in the compute type, on the model's device.
+        ops: the operations for that device.
     """
 
     def __init__(self, config: ModelConfig, weights: ModelWeights, ops: Ops) -> None:
@@ -60,7 +60,7 @@ class Decoder:
         self._ops = ops
         self.device = weights.embedding.device
         self.dtype = weights.embedding.dtype
-        # Rounded to the type of the embedding.
+        # The scale is rounded to the compute type, as the embedding is.
         self._embedding_scale = torch.tensor(config.embedding_scale, dtype=self.dtype).item()
         self._layers = self._with_kinds(weights.layers)
 
@@ -71,12 +71,12 @@ class Decoder:
         kv: Sequence[LayerKv],
         attention: PreparedStep,
     ) -> torch.Tensor:
-        """Hidden states of every token, after the final norm; keys and values go to `kv`.
+        """Hidden states of every token after the final norm; writes keys and values to `kv`.
 
         Args:
             token_ids: [num_padded_tokens].
             positions: [num_padded_tokens].
-            kv: one per layer.
+            kv: one pool per layer.
             attention: the step, prepared by the backend.
 
         Returns:
@@ -99,7 +99,7 @@ class Decoder:
         return self._norm(residual, update, self._weights.final_norm)
 
     def logits(self, hidden: torch.Tensor) -> torch.Tensor:
-        """Scores of the next token, float32 [num_rows, vocab_size], of rows of hidden states."""
+        """Next-token logits of rows of hidden states: [num_rows, vocab_size] float32."""
         logits = self._weights.head(hidden).float()
         cap = self.config.final_soft_cap
         if cap is not None:
@@ -109,7 +109,7 @@ class Decoder:
     def _attend(
         self, layer: "_DecoderLayer", normed: torch.Tensor, kv: LayerKv, places: TokenPlaces
     ) -> torch.Tensor:
-        """Attention without its output product: [num_tokens, num_heads * head_dim]."""
+        """Attention without the output projection: [num_tokens, num_heads * head_dim]."""
         shape = self.config.attention
         qkv = layer.weights.qkv(normed).view(
             -1, shape.num_heads + 2 * shape.num_kv_heads, shape.head_dim
@@ -125,7 +125,7 @@ class Decoder:
         output: Linear | Mlp,
         norm: torch.Tensor | None,
     ) -> Added:
-        """The residual stream and a block's output, normed where the model says so."""
+        """Adds a block's output to the residual, or returns both terms; a post norm comes first."""
         if norm is None:
             return output.add_to(residual, x)
         return residual, self._norm(output(x), None, norm)
@@ -136,7 +136,7 @@ class Decoder:
         return self._ops.add_rms_norm(residual, update, weight, self.config.norm_eps)
 
     def _with_kinds(self, layers: Sequence[LayerWeights]) -> list["_DecoderLayer"]:
-        """Weights of layers with what the configuration says of each."""
+        """Joins each layer's weights with its configuration."""
         config = self.config
         ropes = {
             rope: rope_tables(rope, config.max_model_len, self.device)
@@ -157,7 +157,7 @@ class Decoder:
 
 @dataclass(frozen=True, slots=True)
 class _DecoderLayer:
-    """A layer's weights, and what kind of layer it is."""
+    """A layer's weights and kind."""
 
     weights: LayerWeights
     attention: AttentionLayer

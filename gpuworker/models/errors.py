@@ -1,9 +1,9 @@
-"""What can be wrong with a model on disk."""
+"""Errors that loading a model from disk raises."""
 
 
 class WeightError(Exception):
-    """A file or tensor that is missing, truncated or of another shape; the message names it."""
+    """A file, tensor or value is missing, damaged or of a wrong shape; the message names which."""
 
 
 class UnsupportedModelError(Exception):
-    """The model needs something that this worker does not have; the message says what."""
+    """The model needs a feature that this worker does not have; the message names the feature."""

@@ -1,8 +1,8 @@
-"""Mixture of experts: each token goes through a few gated MLPs, weighed by their probabilities.
+"""Mixture of experts: each token runs through a few gated MLPs, weighted by router probability.
 
-Two forms of the same sum. On a CPU the chosen experts run one after the other. On a GPU tokens are
-sorted by expert and all experts run at once; the launches do not depend on the choice, so that a
-CUDA graph can capture them.
+Two classes compute the same sum. On a CPU the chosen experts run one after the other. On a GPU
+tokens are sorted by expert and all experts run at once. The launches then do not depend on the
+router's choice, so that a CUDA graph can capture them.
 """
 
 from collections.abc import Callable, Sequence
@@ -15,8 +15,8 @@ from gpuworker.device.graphs import is_recording
 from gpuworker.models.linear import Added, Linear, padded_rows
 from gpuworker.models.mlp import Mlp
 
-# Compute capabilities with a grouped product in torch, in bfloat16. Elsewhere torch reads the sizes
-# of the groups back from the device and loops over them.
+# Major compute capabilities for which torch has a grouped bfloat16 product. On other devices torch
+# copies the group sizes to the host and loops over the groups.
 _GROUPED_CAPABILITIES = {9, 10}
 
 
@@ -26,7 +26,7 @@ class Experts(Protocol):
     def __call__(
         self, x: torch.Tensor, weights: torch.Tensor, chosen: torch.Tensor
     ) -> torch.Tensor:
-        """The weighed sum of each token's experts.
+        """The weighted sum of each token's experts.
 
         Args:
             x: [num_tokens, hidden_size].
@@ -39,13 +39,13 @@ class Experts(Protocol):
 
 
 class MixtureMlp(Mlp):
-    """Each token goes through its top experts, weighed by their probabilities.
+    """Runs each token through its top experts, weighted by router probability.
 
     Args:
-        router: hidden states to one score per expert.
-        experts: all of them.
-        num_per_token: how many a token goes through.
-        is_normalized: whether a token's weights are made to add up to 1.
+        router: maps hidden states to one score per expert.
+        experts: all experts of the layer.
+        num_per_token: number of experts per token.
+        is_normalized: whether a token's weights are normalized to sum to 1.
     """
 
     def __init__(
@@ -68,9 +68,9 @@ class MixtureMlp(Mlp):
 
 
 class ListedExperts(Experts):
-    """Experts as MLPs of their own; experts that no token chose are not run.
+    """Experts as separate MLPs; an expert that no token chose does not run.
 
-    A token's experts are added in the order of their numbers, whatever the other tokens choose.
+    A token's experts are summed by ascending expert index, whatever the other tokens choose.
     """
 
     def __init__(self, experts: Sequence[Mlp]) -> None:
@@ -87,7 +87,7 @@ class ListedExperts(Experts):
         for expert, end in zip(self._experts, ends.tolist(), strict=True):
             if end > start:
                 own = rows[start:end]
-                # The expert's product, too, must not depend on how many tokens come.
+                # Padded, so that a token's bits do not depend on how many tokens chose the expert.
                 missing = padded_rows(end - start) - (end - start)
                 padded = torch.cat((own, own[:1].expand(missing)))
                 result = expert(x.index_select(0, padded))[: end - start]
@@ -97,12 +97,12 @@ class ListedExperts(Experts):
 
 
 class GroupedExperts(Experts):
-    """Experts in one tensor for each of their products.
+    """All experts stacked, with one weight tensor per product.
 
     Args:
         gate_up: [num_experts, 2 * intermediate_size, hidden_size], gates first.
         down: [num_experts, hidden_size, intermediate_size].
-        gate: [num_rows, 2 * intermediate_size] to [num_rows, intermediate_size].
+        gate: maps [num_rows, 2 * intermediate_size] to [num_rows, intermediate_size].
         is_grouped_in_graphs: see `has_grouped_product`.
     """
 
@@ -139,10 +139,10 @@ class GroupedExperts(Experts):
         return results.view(num_tokens, num_per_token, -1)
 
     def dense(self, x: torch.Tensor, chosen: torch.Tensor) -> torch.Tensor:
-        """The same by sending every token through every expert.
+        """The same result as `grouped`, computed by running every token through every expert.
 
-        For decodes in a CUDA graph where there is no grouped product: with some dozen tokens
-        nearly all experts are read anyhow, and reading them is what takes the time.
+        Used in CUDA graphs of decodes on devices without a grouped product. With some dozen tokens
+        nearly all experts are chosen anyway, and reading their weights dominates the time.
         """
         num_experts, inner_size, _ = self._down.shape
         gate_up = torch.matmul(x, self._gate_up)
@@ -152,7 +152,7 @@ class GroupedExperts(Experts):
 
 
 def _by_expert(chosen: torch.Tensor, num_experts: int) -> tuple[torch.Tensor, torch.Tensor]:
-    """Choices in the order of their experts, and where each expert's end.
+    """Sorts choices by expert; also returns the end of each expert's range.
 
     Returns:
         [num_tokens * num_per_token] int64 indices into the flat choices, and [num_experts] int32.
@@ -163,7 +163,7 @@ def _by_expert(chosen: torch.Tensor, num_experts: int) -> tuple[torch.Tensor, to
 
 
 def has_grouped_product(device: torch.device, dtype: torch.dtype) -> bool:
-    """Whether torch multiplies groups there without asking the device for their sizes."""
+    """Whether torch multiplies groups on this device without copying their sizes to the host."""
     if device.type != "cuda" or torch.version.hip or dtype != torch.bfloat16:
         return False
     return torch.cuda.get_device_capability(device)[0] in _GROUPED_CAPABILITIES

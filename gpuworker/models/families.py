@@ -1,4 +1,4 @@
-"""How a Hugging Face config.json becomes a ModelConfig, family by family."""
+"""Builds a ModelConfig from a Hugging Face config.json, one builder per model family."""
 
 import math
 from collections.abc import Callable
@@ -11,10 +11,10 @@ from gpuworker.models.rope_config import HfConfig, context_length, rope_config
 
 
 def model_config(hf: HfConfig) -> ModelConfig:
-    """What the decoder needs to know, from a config.json.
+    """The decoder's configuration from a config.json.
 
     Raises:
-        UnsupportedModelError: an architecture or option that the decoder does not have.
+        UnsupportedModelError: the decoder does not support the architecture or an option.
     """
     architectures = hf.get("architectures") or ["(none named)"]
     build = _BUILDERS.get(architectures[0])
@@ -27,12 +27,12 @@ def model_config(hf: HfConfig) -> ModelConfig:
 
 
 def supported_architectures() -> list[str]:
-    """Names as in config.json's `architectures`, sorted."""
+    """Supported values of config.json's `architectures`, sorted."""
     return sorted(_BUILDERS)
 
 
 def _base(hf: HfConfig, family: str) -> ModelConfig:
-    """What all families share; a builder replaces the rest."""
+    """The configuration that all families share; each builder replaces the fields that differ."""
     num_heads = int(hf["num_attention_heads"])
     head_dim = int(hf.get("head_dim") or hf["hidden_size"] // num_heads)
     attention = AttentionConfig(
@@ -56,11 +56,11 @@ def _base(hf: HfConfig, family: str) -> ModelConfig:
 
 
 def _layers(hf: HfConfig, rope_of: Callable[[bool], Rope]) -> tuple[LayerConfig, ...]:
-    """Layers by `layer_types`; without it, `sliding_window` (if any) is every layer's.
+    """Layers by `layer_types`; without that key, every layer has `sliding_window`, if any.
 
     Args:
         hf: the configuration.
-        rope_of: a layer's rope, given whether it has a window.
+        rope_of: returns a layer's rope, given whether the layer has a window.
     """
     num_layers = int(hf["num_hidden_layers"])
     window = hf.get("sliding_window")
@@ -83,7 +83,7 @@ def _layers(hf: HfConfig, rope_of: Callable[[bool], Rope]) -> tuple[LayerConfig,
 
 
 def _activation(hf: HfConfig) -> Any:
-    # Gemma's older files have both, and mean the second.
+    # Gemma's older files have both keys; hidden_activation is the valid one.
     name = str(hf.get("hidden_activation") or hf.get("hidden_act") or "silu")
     names = {"silu": "silu", "gelu_pytorch_tanh": "gelu_tanh"}
     if name not in names:
@@ -94,7 +94,7 @@ def _activation(hf: HfConfig) -> Any:
 
 
 def _llama(hf: HfConfig) -> ModelConfig:
-    # Llama has no windows, whatever a stray key says.
+    # Llama has no sliding windows, even if the file has these keys.
     config = _base({**hf, "sliding_window": None, "layer_types": None}, "llama")
     has_bias = bool(hf.get("attention_bias", False))
     return replace(
@@ -121,7 +121,7 @@ def _qwen3(hf: HfConfig) -> ModelConfig:
 
 
 def _with_qwen_windows(hf: HfConfig) -> HfConfig:
-    """Older files have no layer_types: windows begin at layer max_window_layers, if used at all."""
+    """Adds layer_types to older files: layers from max_window_layers on have a window, if used."""
     if not hf.get("use_sliding_window", False):
         return {**hf, "sliding_window": None, "layer_types": None}
     if hf.get("layer_types") is not None:
@@ -201,7 +201,7 @@ def _gemma3(hf: HfConfig) -> ModelConfig:
 
 
 def _gemma3_ropes(hf: HfConfig, head_dim: int) -> dict[bool, Rope]:
-    """Ropes by whether a layer has a window; two spellings, the newer by layer type."""
+    """Ropes by whether a layer has a window; newer files list ropes by layer type."""
     parameters = hf.get("rope_parameters") or {}
     if "full_attention" in parameters:
         return {
@@ -217,7 +217,7 @@ def _gemma3_ropes(hf: HfConfig, head_dim: int) -> dict[bool, Rope]:
 
 def _gemma(hf: HfConfig, family: str, *, has_qk_norm: bool) -> ModelConfig:
     defaults = {"head_dim": 256, "tie_word_embeddings": True, "hidden_act": "gelu_pytorch_tanh"}
-    # Its ropes may be nested by layer type: those are gemma3's own business.
+    # Gemma 3 may nest ropes by layer type; `_gemma3_ropes` reads those.
     flat = {**defaults, **hf, "rope_parameters": None} if family == "gemma3" else defaults | {**hf}
     config = _base(flat, family)
     has_bias = bool(hf.get("attention_bias", False))

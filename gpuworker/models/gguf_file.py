@@ -1,4 +1,4 @@
-"""Weights of a GGUF file, dequantized tensor by tensor as they are asked for."""
+"""Reads weights from a GGUF file; each tensor is dequantized when the loader reads the tensor."""
 
 import math
 from dataclasses import dataclass, replace
@@ -37,13 +37,13 @@ _LAYER_NAMES = {
     "ffn_down": "mlp.down_proj",
     "ffn_gate_inp": "mlp.gate",
 }
-# All experts of a layer in one tensor: the expert's own name follows its number.
+# Tensors that stack all experts of a layer -> the name of each expert's tensor.
 _STACKED_NAMES = {
     "ffn_gate_exps": "gate_proj",
     "ffn_up_exps": "up_proj",
     "ffn_down_exps": "down_proj",
 }
-# Architectures that use a name for another thing.
+# Architectures in which a layer tensor's name has another meaning.
 _LAYER_NAMES_BY_ARCHITECTURE = {
     "phi3": {"ffn_up": "mlp.gate_up_proj"},
     "gemma2": {
@@ -55,27 +55,27 @@ _LAYER_NAMES_BY_ARCHITECTURE = {
         "post_attention_norm": "post_attention_layernorm",
     },
 }
-# Divisors of rope frequencies -> the field of Rope they fill.
+# Tensors of rope frequency divisors -> the field of Rope.
 _ROPE_DIVISORS = {
     "rope_freqs.weight": "frequency_divisors",
     "rope_factors_short.weight": "frequency_divisors",
     "rope_factors_long.weight": "long_frequency_divisors",
 }
 
-# Types that `dequantize` wants as numbers rather than bytes.
+# Types that `dequantize` takes as numbers rather than as bytes.
 _PLAIN_TYPES = {
     gguf.GGMLQuantizationType.F32: np.float32,
     gguf.GGMLQuantizationType.F16: np.float16,
 }
-# Half of a head's dimensions, at most.
+# Limit for rope divisors: a rope has one divisor per pair of dimensions of a head.
 _MAX_DIVISORS = 1 << 12
-# Dequantizing makes several copies: 4 Mi values keep them at some 50 MB.
+# Dequantization makes several copies; with 4 Mi values per piece the copies take about 50 MB.
 _PIECE_VALUES = 1 << 22
 
 
 @dataclass(frozen=True, slots=True)
 class GgufTensor:
-    """A tensor's place; shape is rows first, as torch has it, in whole blocks of its type."""
+    """A tensor's location; shape is in torch's order (rows first), in whole blocks of the type."""
 
     name: str
     shape: tuple[int, ...]
@@ -133,7 +133,7 @@ class GgufSource:
         return tensor
 
     def _data(self, tensor: GgufTensor) -> NDArray[np.uint8]:
-        """A tensor's bytes, where the file is mapped."""
+        """A tensor's bytes, as a view of the mapped file."""
         return np.frombuffer(self._buffer, np.uint8, tensor.num_bytes, tensor.offset)
 
     def _values(self, tensor: GgufTensor) -> NDArray[np.float32]:
@@ -159,7 +159,7 @@ class GgufSource:
         hf["vocab_size"] = embedding.shape[0]
         hf["tie_word_embeddings"] = "lm_head.weight" not in self._tensor_by_name
         hf["attention_bias"] = "model.layers.0.self_attn.q_proj.bias" in self._tensor_by_name
-        # Norm weights are stored as they are used.
+        # GGUF stores norm weights with the offset already added.
         config = replace(model_config(hf), norm_offset=0.0)
         if not self._divisors:
             if metadata.model("rope.scaling.type", "none") == "longrope":
@@ -186,7 +186,7 @@ class GgufSource:
         return replace(layer, rope=rope)
 
     def _uninterleave(self, name: str, weight: torch.Tensor) -> torch.Tensor:
-        """Puts rows of queries and keys back in the order of rotation by halves."""
+        """Reorders query and key rows from interleaved rotation to rotation by halves."""
         if not self._metadata.is_interleaved:
             return weight
         attention = self.config.attention
@@ -197,13 +197,13 @@ class GgufSource:
         else:
             return weight
         if weight.shape[0] != num_heads * attention.head_dim:
-            return weight  # for the loader to refuse
+            return weight  # the loader rejects this shape
         rows = weight.view(num_heads, attention.head_dim // 2, 2, -1)
         return rows.transpose(1, 2).reshape(weight.shape)
 
 
 class _QuantizedRows(StoredRows):
-    """Rows of a matrix in its own type; data is [num_rows, bytes of a row]."""
+    """Rows of a matrix in the file's type; data is [num_rows, bytes of a row]."""
 
     def __init__(self, tensor: GgufTensor, data: NDArray[np.uint8]) -> None:
         self._tensor = tensor
@@ -214,7 +214,7 @@ class _QuantizedRows(StoredRows):
 
 
 def _dequantized(data: NDArray[np.uint8], tensor: GgufTensor) -> NDArray[np.float32]:
-    """Values of whole blocks of a tensor; the last dimension of data is bytes."""
+    """Dequantizes whole blocks of a tensor; the last dimension of data is bytes."""
     values: NDArray[np.float32]
     if tensor.kind in _PLAIN_TYPES:
         data = data.view(_PLAIN_TYPES[tensor.kind])
@@ -228,7 +228,7 @@ def _dequantized(data: NDArray[np.uint8], tensor: GgufTensor) -> NDArray[np.floa
 
 
 def _tensor(name: str, place: TensorPlace, file_bytes: int) -> GgufTensor:
-    """A tensor whose type is known and whose bytes are all in the file."""
+    """Checks that a tensor's type is supported and that all its bytes are in the file."""
     try:
         kind = gguf.GGMLQuantizationType(place.kind)
     except ValueError:
@@ -251,9 +251,9 @@ def _tensor(name: str, place: TensorPlace, file_bytes: int) -> GgufTensor:
 def _hf_tensors(
     name: str, tensor: GgufTensor, layer_names: dict[str, str], num_experts: int
 ) -> dict[str, GgufTensor]:
-    """A tensor, or the experts' tensors that are stacked in it, by Hugging Face name.
+    """A tensor, or the experts' tensors stacked in the tensor, by Hugging Face name.
 
-    An unknown name is kept, for the loader to refuse.
+    An unknown name is kept; the loader then rejects the tensor as unread.
     """
     if name in _GLOBAL_NAMES:
         return {_GLOBAL_NAMES[name]: tensor}
@@ -275,7 +275,7 @@ def _hf_tensors(
 
 
 def _unstacked(tensor: GgufTensor) -> list[GgufTensor]:
-    """The parts of a tensor along its first dimension, which lie one after the other."""
+    """Splits a tensor along its first dimension; the parts are contiguous in the file."""
     count, *shape = tensor.shape
     size = tensor.num_bytes // count
     return [

@@ -1,6 +1,6 @@
-"""What a GGUF file's key-value pairs say of a model, in the words of a config.json.
+"""Translates a GGUF file's key-value pairs to the keys of a Hugging Face config.json.
 
-GGUF leaves out what its readers know by heart of an architecture; those facts stand here.
+GGUF omits facts that are fixed for an architecture; this module adds them.
 """
 
 import math
@@ -11,7 +11,7 @@ from gpuworker.models.checks import GGUF_BOUNDS, check_values
 from gpuworker.models.errors import UnsupportedModelError, WeightError
 from gpuworker.models.rope_config import unknown_rope_type
 
-# Models whose attention scale is not that of their head_dim, by architecture and depth.
+# Models whose attention scale does not follow from head_dim, by architecture and number of layers.
 _SCALED_BY_WIDTH = {("gemma2", 46), ("gemma3", 62)}
 _SMOLLM3_NO_ROPE_INTERVAL = 4
 
@@ -20,12 +20,12 @@ class GgufMetadata:
     """Typed access to a file's key-value pairs.
 
     Args:
-        file: for messages.
+        file: the file's name, for messages.
         values: by key.
 
     Raises:
-        UnsupportedModelError: an architecture that is not known here.
-        WeightError: a value is not of its key's type or range.
+        UnsupportedModelError: the architecture is not supported.
+        WeightError: a value has a wrong type or is out of range.
     """
 
     def __init__(self, file: str, values: dict[str, Any]) -> None:
@@ -46,11 +46,11 @@ class GgufMetadata:
 
     @property
     def num_experts(self) -> int:
-        """Experts of each mixture; 0 for a model without."""
+        """Number of experts per layer; 0 for a model without experts."""
         return int(self.model("expert_count", 0))
 
     def as_hf(self) -> dict[str, Any]:
-        """The facts of a config.json; without what only the tensors tell."""
+        """The keys of a config.json, except those that only the tensors determine."""
         num_heads = int(self.model("attention.head_count"))
         hidden_size = int(self.model("embedding_length"))
         head_dim = int(self.model("attention.key_length", hidden_size // num_heads))
@@ -78,23 +78,23 @@ class GgufMetadata:
         } | extra(self)
 
     def eos_token_ids(self) -> tuple[int, ...]:
-        """Ends of sequence and of turn, in this order, each once."""
+        """The end-of-sequence and end-of-turn tokens, in this order, without duplicates."""
         keys = ("tokenizer.ggml.eos_token_id", "tokenizer.ggml.eot_token_id")
         return tuple(dict.fromkeys(int(self._values[key]) for key in keys if key in self._values))
 
     def model(self, key: str, default: Any = None) -> Any:
-        """A value under the architecture's name."""
+        """A value whose key begins with the architecture's name."""
         return self.value(f"{self.architecture}.{key}", default)
 
     def value(self, key: str, default: Any = None) -> Any:
-        """A value; WeightError when it is missing and there is no default."""
+        """The value of a key; WeightError if the key is missing and has no default."""
         value = self._values.get(key, default)
         if value is None:
             raise WeightError(f"{self._file}: GGUF key {key!r} is missing")
         return value
 
     def _rope_scaling(self) -> dict[str, Any] | None:
-        """In a config.json's words; longrope's and llama3's divisors are tensors of the file."""
+        """A config.json's `rope_scaling`; the divisors of longrope and llama3 are tensors."""
         kind = self.model("rope.scaling.type", "linear")
         factor = float(self.model("rope.scaling.factor", self.model("rope.scale_linear", 1.0)))
         match kind:
@@ -107,7 +107,7 @@ class GgufMetadata:
         raise unknown_rope_type(str(kind))
 
     def _yarn(self, factor: float) -> dict[str, Any]:
-        # The paper's rule is applied on top of what the file has.
+        # The YaRN paper's rule is multiplied by the file's attn_factor.
         sharpness = float(self.model("rope.scaling.attn_factor", 1.0))
         return {
             "attention_factor": sharpness * (1 + 0.1 * math.log(max(factor, 1.0))),
@@ -151,7 +151,7 @@ def _gemma2(metadata: GgufMetadata) -> dict[str, Any]:
     }
 
 
-# GGUF architecture -> Hugging Face architecture, and facts beyond the common ones.
+# GGUF architecture -> Hugging Face architecture, and a builder of its additional keys.
 _ARCHITECTURES: dict[str, tuple[str, Callable[[GgufMetadata], dict[str, Any]]]] = {
     "llama": ("LlamaForCausalLM", _nothing),
     "qwen2": ("Qwen2ForCausalLM", _nothing),

@@ -1,9 +1,9 @@
 """Matrix products with weights.
 
-On a CPU, weights are repacked once for oneDNN's kernels. They are faster than the default BLAS at
-every number of rows. In float32, from two rows on, each row's result has the same bits whatever
-the other rows are: that is what makes a request's tokens independent of its neighbours. In bfloat16
-that holds on some machines only: with AMX, oneDNN cuts the depth by the number of rows.
+On a CPU, weights are repacked once for oneDNN's kernels, which are faster than the default BLAS at
+every number of rows. In float32, with at least two rows, the bits of a row's result do not depend
+on the other rows, so a request's tokens do not depend on the rest of the batch. In bfloat16 this
+holds only on some machines: with AMX, oneDNN splits the inner dimension by the number of rows.
 """
 
 from typing import Protocol
@@ -11,15 +11,15 @@ from typing import Protocol
 import torch
 from torch.nn import functional
 
-# Below two rows oneDNN cuts the depth differently, and a row's bits would depend on it.
+# With one row oneDNN splits the inner dimension differently, which changes the row's bits.
 MIN_ROWS = 2
 
-# What torch.compile itself calls for frozen weights; there is no public name for them. Overloads
-# are named: to have torch choose one costs as much as a small product's other overhead, 13 us.
+# The operators that torch.compile calls for frozen weights; they have no public names. The code
+# names the overload: torch's overload resolution would double a small product's overhead of 13 us.
 _onednn = torch.ops.mkldnn
 
 Added = tuple[torch.Tensor, torch.Tensor | None]
-"""A residual stream, and what is still to be added to it if anything is."""
+"""A residual stream, and a term that is still to be added to the residual, or None."""
 
 
 class Linear(Protocol):
@@ -29,21 +29,21 @@ class Linear(Protocol):
         """x is [num_tokens, in_features]; returns [num_tokens, out_features]."""
 
     def add_to(self, residual: torch.Tensor, x: torch.Tensor) -> Added:
-        """Returns residual + self(x) where the product can add; else both, and the next norm adds.
+        """Returns (residual + self(x), None), or both terms if the product cannot add.
 
-        Neither argument is changed.
+        In the second case the next norm adds the terms. The arguments are not changed.
         """
 
 
 def make_linear(weight: torch.Tensor, bias: torch.Tensor | None) -> Linear:
-    """The best product for where the weight is; weight is [out_features, in_features]."""
+    """The fastest product for the weight's device; weight is [out_features, in_features]."""
     if is_repacked(weight.device, weight.dtype):
         return _PackedLinear(weight, bias)
     return _PlainLinear(weight, bias)
 
 
 def is_repacked(device: torch.device, dtype: torch.dtype) -> bool:
-    """Whether products there repack their weights, so that no row can be read from them."""
+    """Whether products on this device repack weights, so that rows cannot be read from them."""
     return device.type == "cpu" and _can_pack(dtype)
 
 
@@ -86,10 +86,10 @@ class _PackedLinear(Linear):
 
 
 def padded_rows(num_rows: int) -> int:
-    """Rows to pad a product to: at least MIN_ROWS, and few different sizes.
+    """The number of rows to pad a product to: at least MIN_ROWS, and few different sizes.
 
-    oneDNN generates code for each size it meets (about 0.7 ms per layer shape), so sizes are
-    rounded: by at most a third, and by at most 63 rows.
+    oneDNN generates code for each new size (about 0.7 ms per layer shape), so sizes are rounded
+    up: by at most a third, and by at most 63 rows.
     """
     if num_rows <= 8:
         return max(num_rows, MIN_ROWS)

@@ -1,6 +1,6 @@
-"""Turns a weight source into a decoder: checks every shape, fuses, converts, moves.
+"""Builds a decoder from a weight source: checks, fuses, converts and moves every tensor.
 
-One tensor at a time is held besides the model itself.
+Besides the model, at most one source tensor is held in memory at a time.
 """
 
 from collections.abc import Callable
@@ -26,9 +26,9 @@ from gpuworker.models.mlp import GatedMlp, Mlp
 from gpuworker.models.source import WeightSource
 
 Progress = Callable[[int, int], None]
-"""Called with tensors read so far and in all."""
+"""Called with the number of tensors read so far and the total number."""
 
-# Derived from the configuration; some checkpoints store them too.
+# Tensors that follow from the configuration, but that some checkpoints store.
 _REDUNDANT_SUFFIXES = ("rotary_emb.inv_freq", "self_attn.bias", "self_attn.masked_bias")
 
 
@@ -42,14 +42,14 @@ def load_decoder(
     """Reads a whole model.
 
     Args:
-        source: where from.
-        device: where to.
-        dtype: what the model computes in.
-        progress: told after each tensor.
-        ops: what runs between products; the device's own by default.
+        source: the model's files.
+        device: the device to load onto.
+        dtype: the compute type.
+        progress: called after each tensor.
+        ops: the operations between products; by default `ops_for(device)`.
 
     Raises:
-        WeightError: naming the tensor that is missing, has another shape or is not understood.
+        WeightError: a tensor is missing, unknown or of a wrong shape; the message names the tensor.
     """
     ops = ops or ops_for(device)
     loader = _Loader(source, (device, dtype), progress, ops)
@@ -93,7 +93,7 @@ class _Loader:
             head = make_linear(self._tensor("lm_head.weight", shape), None)
         if not is_repacked(self._device, self._dtype):
             return EmbeddingTable(table), head
-        # The head holds a repacked copy now: the embedding can keep its rows as they are stored.
+        # The head has its own repacked copy, so the embedding keeps its rows in the stored type.
         del table
         rows = self._source.stored_rows(name)
         if rows is None:
@@ -101,7 +101,7 @@ class _Loader:
         return StoredEmbedding(rows, self._dtype), head
 
     def refuse_leftovers(self) -> None:
-        """Refuses tensors that no part of the model read: the file is of another kind of model."""
+        """Rejects a file with tensors that were not read: the file has another kind of model."""
         leftovers = sorted(
             name for name in self._names - self._read if not name.endswith(_REDUNDANT_SUFFIXES)
         )
@@ -169,10 +169,10 @@ class _Loader:
     def _grouped_experts(
         self, prefix: str, config: ModelConfig, experts: ExpertsConfig, names: tuple[str, str, str]
     ) -> GroupedExperts:
-        """Fills one tensor for each product; besides it, one expert's weights are held."""
+        """Fills one stacked tensor per product, holding one expert's source weights at a time."""
         count, hidden, size = experts.num_experts, config.hidden_size, experts.intermediate_size
         gate_name, up_name, down_name = names
-        # Reads the last expert first: wrong sizes in the configuration must not be allocated.
+        # Checks the last expert before allocating: the configuration's sizes may be wrong.
         self._tensor(f"{prefix}.{count - 1}.{down_name}.weight", (hidden, size))
         gate_up = torch.empty(count, 2 * size, hidden, device=self._device, dtype=self._dtype)
         down = torch.empty(count, hidden, size, device=self._device, dtype=self._dtype)
@@ -191,7 +191,7 @@ class _Loader:
     def _gated(
         self, prefix: str, config: ModelConfig, size: int, names: tuple[str, str, str]
     ) -> GatedMlp:
-        """A gated MLP of some intermediate size; names are of its gate, up and down tensors."""
+        """A gated MLP of intermediate size `size`; names: its gate, up and down tensors."""
         gate, up, down = names
         hidden = config.hidden_size
         return GatedMlp(
@@ -204,7 +204,7 @@ class _Loader:
     def _fused(
         self, prefix: str, rows: dict[str, int], fused: str, columns: int, has_bias: bool
     ) -> Linear:
-        """One product for several projections, whether the file has them apart or as one."""
+        """One product for several projections, which the file stores separately or fused."""
         if f"{prefix}.{fused}.weight" in self._names:
             rows = {fused: sum(rows.values())}
         weight = torch.cat(
@@ -254,7 +254,7 @@ def with_max_model_len(config: ModelConfig, max_model_len: int | None) -> ModelC
     """The configuration with a shorter context.
 
     Raises:
-        ValueError: longer than what the model was made for.
+        ValueError: max_model_len exceeds the model's own context length.
     """
     if max_model_len is None:
         return config

@@ -1,4 +1,4 @@
-"""The part of a layer after attention: one gated MLP; see `experts` for many."""
+"""The part of a layer after attention: one gated MLP; for a mixture of experts see `experts`."""
 
 from typing import Protocol
 
@@ -9,23 +9,23 @@ from gpuworker.models.linear import Added, Linear
 
 
 class Mlp(Protocol):
-    """A map of hidden states, each row by itself."""
+    """Maps each row of hidden states independently of the other rows."""
 
     def __call__(self, x: torch.Tensor) -> torch.Tensor:
-        """x is [num_tokens, hidden_size]; so is the result."""
+        """x and the result are [num_tokens, hidden_size]."""
 
     def add_to(self, residual: torch.Tensor, x: torch.Tensor) -> Added:
-        """As Linear.add_to."""
+        """Same as `Linear.add_to`."""
 
 
 class GatedMlp(Mlp):
     """down(activation(gate(x)) * up(x)).
 
     Args:
-        gate_up: gate rows, then up rows.
-        down: back to hidden_size.
-        activation: of the gate.
-        ops: of the device.
+        gate_up: projects to gates, then ups.
+        down: projects back to hidden_size.
+        activation: the gate's activation.
+        ops: the operations for the device.
     """
 
     def __init__(self, gate_up: Linear, down: Linear, activation: Activation, ops: Ops) -> None:

@@ -1,4 +1,4 @@
-"""Rotary position embedding: the tables of each kind, made once."""
+"""Rotary position embedding: computes the tables of each kind once."""
 
 import math
 
@@ -8,7 +8,7 @@ from gpuworker.kernels.ops import RopeTables
 from gpuworker.models.config import Rope, RopeScaling
 from gpuworker.models.errors import WeightError
 
-# A million tokens of 128 dimensions, as the longest models have.
+# A million tokens times 128 dimensions, as in the models with the longest contexts.
 _MAX_TABLE_VALUES = 1 << 27
 
 
@@ -16,7 +16,7 @@ def rope_tables(rope: Rope, max_model_len: int, device: torch.device) -> RopeTab
     """Cosines and sines of every position.
 
     Raises:
-        WeightError: they would be larger than any model's.
+        WeightError: the tables would have more than _MAX_TABLE_VALUES values.
     """
     if max_model_len * rope.rotary_dim > _MAX_TABLE_VALUES:
         raise WeightError(

@@ -1,4 +1,4 @@
-"""How a config.json says which rotary embedding a model has."""
+"""Reads a model's rotary embedding from a config.json."""
 
 import math
 from collections.abc import Callable, Mapping
@@ -12,10 +12,12 @@ HfConfig = Mapping[str, Any]
 
 
 def rope_config(hf: HfConfig, head_dim: int) -> Rope:
-    """The rope of a configuration; `rope_parameters` is `rope_scaling` with the base, newer.
+    """The rope of a configuration.
+
+    Newer files have `rope_parameters`: the older `rope_scaling` plus the base `rope_theta`.
 
     Raises:
-        UnsupportedModelError: a kind of scaling that the decoder does not have.
+        UnsupportedModelError: the decoder does not support this kind of scaling.
     """
     parameters = dict(hf.get("rope_parameters") or hf.get("rope_scaling") or {})
     base = float(parameters.get("rope_theta") or hf.get("rope_theta") or 10000.0)
@@ -28,17 +30,17 @@ def rope_config(hf: HfConfig, head_dim: int) -> Rope:
 
 
 def context_length(hf: HfConfig) -> int:
-    """Tokens that a model can hold: what it was made for, or what YaRN stretches that to."""
+    """The model's context length in tokens, including YaRN's extension if enabled."""
     length = int(hf["max_position_embeddings"])
     parameters = hf.get("rope_parameters") or hf.get("rope_scaling") or {}
     if (parameters.get("rope_type") or parameters.get("type")) != "yarn":
         return length
-    # Files switch it on by hand, and leave max_position_embeddings as it was.
+    # Users enable YaRN by editing the file and leave max_position_embeddings unchanged.
     return max(length, int(_original_length(parameters, hf) * (parameters.get("factor") or 1.0)))
 
 
 def unknown_rope_type(kind: str) -> UnsupportedModelError:
-    """The error that lists what there is."""
+    """The error for an unknown kind of scaling; the message lists the supported kinds."""
     return UnsupportedModelError(
         f"rope type {kind!r} is not supported; supported are: " + ", ".join(_KINDS)
     )
@@ -63,17 +65,17 @@ def _llama3(rope: Rope, parameters: HfConfig, _hf: HfConfig) -> Rope:
 
 
 def _dynamic(rope: Rope, _parameters: HfConfig, _hf: HfConfig) -> Rope:
-    """It differs from none only past max_position_embeddings, and no request gets that far."""
+    """Dynamic scaling applies only past max_position_embeddings, which no request exceeds."""
     return rope
 
 
 def _yarn(rope: Rope, parameters: HfConfig, hf: HfConfig) -> Rope:
-    """Divides low frequencies, keeps high ones, with a ramp between (Peng et al., YaRN, 2023)."""
+    """Divides low frequencies, keeps high ones, interpolates between (Peng et al., YaRN, 2023)."""
     original = _original_length(parameters, hf)
     factor = float(parameters.get("factor") or int(hf["max_position_embeddings"]) / original)
 
     def dimension(num_turns: float) -> float:
-        """Where a frequency turns so often within the original context."""
+        """The dimension whose frequency makes num_turns turns within the original context."""
         turns = math.log(original / (num_turns * 2 * math.pi))
         return rope.rotary_dim * turns / (2 * math.log(rope.base))
 
@@ -92,7 +94,7 @@ def _yarn(rope: Rope, parameters: HfConfig, hf: HfConfig) -> Rope:
 
 
 def _yarn_sharpness(parameters: HfConfig, factor: float) -> float:
-    """What the file says, or the paper's rule, which DeepSeek's files refine by two weights."""
+    """The file's attention_factor, else the paper's rule with DeepSeek's two weights, if given."""
     given = parameters.get("attention_factor")
     if given is not None:
         return float(given)
@@ -105,7 +107,7 @@ def _yarn_sharpness(parameters: HfConfig, factor: float) -> float:
 
 
 def _longrope(rope: Rope, parameters: HfConfig, hf: HfConfig) -> Rope:
-    """Phi's: divisors for short and for long contexts, and sharper attention (LongRoPE, 2024)."""
+    """Phi's scaling: divisors for short and long contexts, sharper attention (LongRoPE, 2024)."""
     original = _original_length(parameters, hf)
     factor = float(parameters.get("factor") or int(hf["max_position_embeddings"]) / original)
     sharpness = math.sqrt(1 + math.log(factor) / math.log(original)) if factor > 1 else 1.0
@@ -120,7 +122,7 @@ def _longrope(rope: Rope, parameters: HfConfig, hf: HfConfig) -> Rope:
 
 
 def _original_length(parameters: HfConfig, hf: HfConfig) -> int:
-    """The context that the model was trained with, before it was stretched."""
+    """The context length that the model was trained with, before any extension."""
     name = "original_max_position_embeddings"
     return int(parameters.get(name) or hf.get(name) or hf["max_position_embeddings"])
 
@@ -132,5 +134,5 @@ _KINDS: dict[str, Callable[[Rope, HfConfig, HfConfig], Rope]] = {
     "yarn": _yarn,
     "llama3": _llama3,
     "longrope": _longrope,
-    "su": _longrope,  # its name in the first files
+    "su": _longrope,  # the name of longrope in the first files
 }

@@ -1,7 +1,7 @@
-"""Weights of a Hugging Face folder: config.json and safetensors, sharded or not, memory-mapped.
+"""Reads weights from a Hugging Face folder: config.json and memory-mapped safetensors files.
 
-The format is a JSON header of names, types, shapes and offsets, then the bytes; it is read here so
-that a truncated file can be refused with the name of the tensor that it cut.
+A safetensors file is a JSON header of names, types, shapes and offsets, then the bytes. This module
+parses the header itself, so that the error for a truncated file can name the incomplete tensor.
 """
 
 import json
@@ -26,14 +26,14 @@ _DTYPES = {
     "F16": torch.float16,
     "BF16": torch.bfloat16,
 }
-# Of a header or a configuration; a model of 100,000 tensors in one file has 12 MB.
+# Limit for a header or a configuration; the header of 100,000 tensors in one file has 12 MB.
 _MAX_JSON_BYTES = 1 << 25
 _MAX_DIMENSIONS = 8
 
 
 @dataclass(frozen=True, slots=True)
 class _Place:
-    """Where a tensor lies."""
+    """A tensor's location, type and shape."""
 
     file: Path
     buffer: mmap.mmap
@@ -69,7 +69,7 @@ class SafetensorsSource:
         if place is None:
             raise WeightError(f"tensor {name!r} is missing")
         with warnings.catch_warnings():
-            # torch warns that the mapping is read-only; these tensors are never written to.
+            # torch warns that the mapping is read-only; no code writes to these tensors.
             warnings.simplefilter("ignore", UserWarning)
             flat = torch.frombuffer(
                 place.buffer,
@@ -95,7 +95,7 @@ class _NarrowRows(StoredRows):
 
 
 def _files(folder: Path) -> list[Path]:
-    """The files that the index names, or all there are."""
+    """The files that the index names; without an index, all safetensors files."""
     index = folder / "model.safetensors.index.json"
     if index.exists():
         by_tensor = _read_json(index).get("weight_map")
@@ -116,7 +116,7 @@ def _files(folder: Path) -> list[Path]:
 
 
 def _places(file: Path) -> dict[str, _Place]:
-    """Reads a file's header."""
+    """Reads a file's header: each tensor's location by name."""
     size = file.stat().st_size
     with file.open("rb") as stream:
         head = stream.read(8)
@@ -161,7 +161,7 @@ def _type_and_shape(where: str, entry: Any) -> tuple[torch.dtype, tuple[int, ...
 
 
 def _are_counts(value: Any, least: int) -> bool:
-    """Whether a value is a list of integers that a file's size can be compared with."""
+    """Whether a value is a list of integers in the range of file sizes."""
     return isinstance(value, list) and all(
         isinstance(number, int) and not isinstance(number, bool) and least <= number < 1 << 63
         for number in value
@@ -169,7 +169,7 @@ def _are_counts(value: Any, least: int) -> bool:
 
 
 def _refuse_overlap(file: str, places: dict[str, _Place]) -> None:
-    """The format has each byte in one tensor."""
+    """Rejects a file in which two tensors share a byte; the format forbids that."""
     end, before = 0, ""
     for name, place in sorted(places.items(), key=lambda item: item[1].offset):
         if place.offset < end:
@@ -178,7 +178,7 @@ def _refuse_overlap(file: str, places: dict[str, _Place]) -> None:
 
 
 def _eos_token_ids(folder: Path, hf: dict[str, Any]) -> tuple[int, ...]:
-    """generation_config.json's, or config.json's."""
+    """The end-of-sequence tokens of generation_config.json, else of config.json."""
     file = folder / "generation_config.json"
     generation = _read_json(file) if file.exists() else {}
     check_values(file.name, generation, HF_BOUNDS)

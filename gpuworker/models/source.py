@@ -1,4 +1,4 @@
-"""Where weights come from: one interface over file formats, with Hugging Face tensor names."""
+"""The interface of weight files in any format, with Hugging Face tensor names."""
 
 from pathlib import Path
 from typing import Protocol
@@ -21,23 +21,23 @@ class WeightSource(Protocol):
 
     config: ModelConfig
     eos_token_ids: tuple[int, ...]
-    dtype: torch.dtype  # what the weights are stored in, or float32 when quantized
+    dtype: torch.dtype  # the stored type of the weights; float32 if they are quantized
 
     def names(self) -> set[str]:
-        """Every tensor there is."""
+        """The names of all tensors."""
 
     def read(self, name: str) -> torch.Tensor:
-        """A tensor on the CPU; it may be a read-only view of the file.
+        """A tensor on the CPU, possibly a read-only view of the file.
 
         Raises:
-            WeightError: naming the tensor, when it cannot be read whole.
+            WeightError: the tensor cannot be read completely; the message names the tensor.
         """
 
     def stored_rows(self, name: str) -> StoredRows | None:
-        """A matrix in the type it is stored in, held in memory; None where that is float32.
+        """A matrix in its stored type, held in memory; None if that type is float32.
 
         Raises:
-            WeightError: as read.
+            WeightError: the same as for `read`.
         """
 
 
@@ -45,7 +45,7 @@ def open_source(path: Path) -> WeightSource:
     """Opens a GGUF file or a Hugging Face folder.
 
     Raises:
-        WeightError: the file is damaged or is none of these.
+        WeightError: the file is damaged or has another format.
         UnsupportedModelError: the decoder cannot run this model.
     """
     try:
@@ -55,7 +55,7 @@ def open_source(path: Path) -> WeightSource:
     except KeyError as error:
         raise WeightError(f"{path}: {error} is missing") from error
     except (ArithmeticError, AttributeError, LookupError, TypeError, ValueError) as error:
-        # Values of another type than a model's, in places where no number is.
+        # A value has a wrong type under a key that `check_values` does not cover.
         raise WeightError(
             f"{path} is not as a model should be: {type(error).__name__}: {error}"
         ) from error

@@ -1,9 +1,9 @@
 """The tile sizes of attention by device: a table, never a search at run time.
 
-`TUNED` holds the best configurations that `benchmarks/kernels_tune.py` measured on a device. For
-other keys, rules choose; they follow from the compiler's output (registers, spills, tensor-core
-instructions; see `make check-kernels`). The kinds differ in rows per tile: decodes and drafts fill
-16 rows, chunks 64 or more, the size from which the wide matrix instructions apply.
+`TUNED` holds the best configurations that `benchmarks/kernels_tune.py` measured on a device. Keys
+that were not measured get a configuration by rule. The rules follow from the compiler's output
+(registers, spills, tensor-core instructions; see `make check-kernels`). The kinds differ in rows
+per tile: decodes and drafts fill 16 rows, chunks 64 or more, where wide matrix instructions apply.
 """
 
 from dataclasses import dataclass
