@@ -57,15 +57,15 @@ class GpuWorkerServicer:
     """
 
     def Describe(self, request, context):
-        """What this worker is. Answers UNAVAILABLE until the model is loaded.
+        """The worker's capabilities. Answers UNAVAILABLE until the model is loaded.
         """
         context.set_code(grpc.StatusCode.UNIMPLEMENTED)
         context.set_details('Method not implemented!')
         raise NotImplementedError('Method not implemented!')
 
     def Execute(self, request_iterator, context):
-        """Steps in order: one StepResult for each StepPlan. The next plan may be sent before the
-        previous result has come. One stream at a time: a new one ends the old one.
+        """Executes steps in order: one StepResult for each StepPlan. The next plan may be sent before the
+        previous result has arrived. One stream at a time: a new stream ends the old stream.
         """
         context.set_code(grpc.StatusCode.UNIMPLEMENTED)
         context.set_details('Method not implemented!')

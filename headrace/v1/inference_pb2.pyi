@@ -3,8 +3,8 @@
 isort:skip_file
 The public API: what a client of Headrace calls, on any router.
 
-Errors carry a canonical code and a google.rpc.ErrorInfo with a stable `reason`; where trying
-again helps, a google.rpc.RetryInfo too.
+Errors carry a canonical code and a google.rpc.ErrorInfo with a stable `reason`; errors worth a
+retry carry a google.rpc.RetryInfo too.
 """
 
 from collections import abc as _abc
@@ -52,8 +52,9 @@ class GenerateRequest(_message.Message):
     text: _builtins.str
     """Plain text, tokenized as it is."""
     priority: _builtins.int
-    """Smaller is more urgent. Default 0. A router under policy fair (the default) looks at it between
-    requests of one tenant, under fcfs not at all; a scheduler only under policy priority.
+    """Smaller is more urgent. Default 0. A router orders requests of one tenant by priority under
+    policy fair (the default), and ignores priority under fcfs. A scheduler uses priority only
+    under policy priority.
     """
     tenant: _builtins.str
     """The account this request is billed to; fair queueing divides service between tenants. At most
@@ -76,7 +77,7 @@ class GenerateRequest(_message.Message):
 
     @_builtins.property
     def chat(self) -> Global___ChatMessages:
-        """Messages, put through the model's chat template."""
+        """Messages, rendered with the model's chat template."""
 
     @_builtins.property
     def sampling(self) -> _common_pb2.SamplingParams:
@@ -84,8 +85,8 @@ class GenerateRequest(_message.Message):
 
     @_builtins.property
     def deadline(self) -> _timestamp_pb2.Timestamp:
-        """The request ends as DEADLINE after this. The call's own gRPC deadline counts too; the
-        earlier wins. Unset: none.
+        """The request ends with DEADLINE at this time. The call's own gRPC deadline applies too; the
+        earlier of the two wins. Unset: none.
         """
 
     @_builtins.property
@@ -153,7 +154,7 @@ class ChatMessages(_message.Message):
     MESSAGES_FIELD_NUMBER: _builtins.int
     ADD_GENERATION_PROMPT_FIELD_NUMBER: _builtins.int
     add_generation_prompt: _builtins.bool
-    """Let the assistant speak next. Unset is true."""
+    """End the prompt with the beginning of an assistant turn. Unset is true."""
     @_builtins.property
     def messages(self) -> _containers.RepeatedCompositeFieldContainer[Global___ChatMessage]:
         """Oldest first; at least one."""
@@ -185,7 +186,7 @@ class ChatMessage(_message.Message):
     role: _builtins.str
     """As the template allows: "system", "user", "assistant", "tool"."""
     content: _builtins.str
-    """What was said."""
+    """The message's text."""
     def __init__(
         self,
         *,
@@ -267,7 +268,7 @@ class GenerateResponse(_message.Message):
     """The request, in every message."""
     @_builtins.property
     def outputs(self) -> _containers.RepeatedCompositeFieldContainer[Global___OutputDelta]:
-        """One for each of the n completions that has news."""
+        """One for each of the n completions that has new output."""
 
     @_builtins.property
     def usage(self) -> Global___Usage:
@@ -275,7 +276,7 @@ class GenerateResponse(_message.Message):
 
     @_builtins.property
     def prompt_logprobs(self) -> _containers.RepeatedCompositeFieldContainer[_common_pb2.TokenLogprobs]:
-        """In the first message, when prompt_logprobs was asked for; one per prompt token but the first."""
+        """In the first message, if prompt_logprobs was set; one per prompt token except the first."""
 
     def __init__(
         self,
@@ -295,7 +296,7 @@ Global___GenerateResponse: _TypeAlias = GenerateResponse  # noqa: Y015
 
 @_typing.final
 class OutputDelta(_message.Message):
-    """News of one completion."""
+    """New output of one completion."""
 
     DESCRIPTOR: _descriptor.Descriptor
 
@@ -317,16 +318,16 @@ class OutputDelta(_message.Message):
     finish_reason: _common_pb2.FinishReason.ValueType
     """Set in this completion's last delta."""
     stop: _builtins.str
-    """The stop string found."""
+    """The matched stop string."""
     stop_token_id: _builtins.int
-    """The stop token found."""
+    """The matched stop token."""
     @_builtins.property
     def token_ids(self) -> _containers.RepeatedScalarFieldContainer[_builtins.int]:
-        """New tokens; text may lag behind them."""
+        """New tokens; the text may lag behind the tokens."""
 
     @_builtins.property
     def logprobs(self) -> _containers.RepeatedCompositeFieldContainer[_common_pb2.TokenLogprobs]:
-        """One per token when logprobs was asked for."""
+        """One per token if logprobs was set."""
 
     @_builtins.property
     def text_offsets(self) -> _containers.RepeatedScalarFieldContainer[_builtins.int]:
@@ -375,7 +376,7 @@ class Usage(_message.Message):
     draft_tokens: _builtins.int
     """Drafts (speculative tokens) that steps verified, over all n."""
     accepted_draft_tokens: _builtins.int
-    """Drafts that turned out right and were delivered: tokens without a step of their own."""
+    """Drafts that were accepted and delivered: tokens without a step of their own."""
     def __init__(
         self,
         *,
@@ -395,7 +396,7 @@ Global___Usage: _TypeAlias = Usage  # noqa: Y015
 
 @_typing.final
 class ResumeRequest(_message.Message):
-    """Goes on with a request."""
+    """Resumes a request's stream."""
 
     DESCRIPTOR: _descriptor.Descriptor
 
@@ -449,14 +450,14 @@ Global___AbortRequest: _TypeAlias = AbortRequest  # noqa: Y015
 
 @_typing.final
 class AbortResponse(_message.Message):
-    """What became of them."""
+    """The outcome for each request."""
 
     DESCRIPTOR: _descriptor.Descriptor
 
     OUTCOMES_FIELD_NUMBER: _builtins.int
     @_builtins.property
     def outcomes(self) -> _containers.RepeatedCompositeFieldContainer[Global___AbortOutcome]:
-        """In the order asked; for a tenant, one for each request ended."""
+        """In the order of request_ids; for a tenant, one for each request ended."""
 
     def __init__(
         self,
@@ -486,9 +487,9 @@ class AbortOutcome(_message.Message):
         RESULT_UNSPECIFIED: AbortOutcome._Result.ValueType  # 0
         """Not known."""
         RESULT_ABORTED: AbortOutcome._Result.ValueType  # 1
-        """Was alive and is being ended."""
+        """The request was live and is being ended."""
         RESULT_ALREADY_FINISHED: AbortOutcome._Result.ValueType  # 2
-        """Had already ended."""
+        """The request had already ended."""
         RESULT_NOT_FOUND: AbortOutcome._Result.ValueType  # 3
         """No such request here."""
 
@@ -498,9 +499,9 @@ class AbortOutcome(_message.Message):
     RESULT_UNSPECIFIED: AbortOutcome.Result.ValueType  # 0
     """Not known."""
     RESULT_ABORTED: AbortOutcome.Result.ValueType  # 1
-    """Was alive and is being ended."""
+    """The request was live and is being ended."""
     RESULT_ALREADY_FINISHED: AbortOutcome.Result.ValueType  # 2
-    """Had already ended."""
+    """The request had already ended."""
     RESULT_NOT_FOUND: AbortOutcome.Result.ValueType  # 3
     """No such request here."""
 
@@ -509,7 +510,7 @@ class AbortOutcome(_message.Message):
     request_id: _builtins.str
     """The request."""
     result: Global___AbortOutcome.Result.ValueType
-    """What was done."""
+    """The outcome."""
     def __init__(
         self,
         *,
@@ -526,7 +527,7 @@ Global___AbortOutcome: _TypeAlias = AbortOutcome  # noqa: Y015
 
 @_typing.final
 class GetStatusRequest(_message.Message):
-    """Asks for a record."""
+    """Asks for a request's record."""
 
     DESCRIPTOR: _descriptor.Descriptor
 
@@ -579,10 +580,10 @@ class GetStatusResponse(_message.Message):
     completion_tokens: _builtins.int
     """Tokens generated, as last recorded."""
     detail: _builtins.str
-    """More about how it ended, e.g. an error's message; empty where state says it all."""
+    """More about the end, e.g. an error's message; empty where state is enough."""
     @_builtins.property
     def create_time(self) -> _timestamp_pb2.Timestamp:
-        """When the router took it."""
+        """When the router accepted the request."""
 
     @_builtins.property
     def update_time(self) -> _timestamp_pb2.Timestamp:
@@ -612,13 +613,13 @@ Global___GetStatusResponse: _TypeAlias = GetStatusResponse  # noqa: Y015
 
 @_typing.final
 class ExplainRequest(_message.Message):
-    """Asks why."""
+    """Asks for a request's scheduling history."""
 
     DESCRIPTOR: _descriptor.Descriptor
 
     REQUEST_ID_FIELD_NUMBER: _builtins.int
     request_id: _builtins.str
-    """The request; running or recently finished. Of several completions the first is explained."""
+    """A running or recently finished request. Of several completions the first is explained."""
     def __init__(
         self,
         *,
@@ -674,11 +675,11 @@ class ExplainResponse(_message.Message):
     """Times preempted."""
     @_builtins.property
     def events(self) -> _containers.RepeatedCompositeFieldContainer[Global___ExplainEvent]:
-        """Oldest first; bounded, so the middle of a long one may be summed up."""
+        """Oldest first; bounded, so the middle of a long timeline may be summarized."""
 
     @_builtins.property
     def steps_waited_by_cause(self) -> _containers.ScalarMap[_builtins.str, _builtins.int]:
-        """Steps in which it waited, by cause."""
+        """Steps in which the request waited, by cause."""
 
     def __init__(
         self,
@@ -712,9 +713,9 @@ class ExplainEvent(_message.Message):
     QUEUE_POSITION_FIELD_NUMBER: _builtins.int
     TIME_UNIX_S_FIELD_NUMBER: _builtins.int
     first_step: _builtins.int
-    """First step it covers."""
+    """First step that the event covers."""
     last_step: _builtins.int
-    """Last step it covers."""
+    """Last step that the event covers."""
     kind: _builtins.str
     """ADDED, WAITED, ADMITTED, SCHEDULED, PREEMPTED, PAUSED, CONTINUED, FINISHED."""
     detail: _builtins.str
@@ -765,7 +766,7 @@ Global___ListModelsRequest: _TypeAlias = ListModelsRequest  # noqa: Y015
 
 @_typing.final
 class ListModelsResponse(_message.Message):
-    """What is served."""
+    """The models that are served."""
 
     DESCRIPTOR: _descriptor.Descriptor
 
@@ -801,20 +802,22 @@ class Model(_message.Message):
     DEFAULT_SAMPLING_FIELD_NUMBER: _builtins.int
     DEFAULT_CHAT_MAX_TOKENS_FIELD_NUMBER: _builtins.int
     name: _builtins.str
-    """What GenerateRequest.model takes."""
+    """The name for GenerateRequest.model."""
     max_model_len: _builtins.int
     """Prompt + output tokens of one request, at most."""
     vocab_size: _builtins.int
     """Size of the vocabulary."""
     num_ready_workers: _builtins.int
-    """Workers that serve it and are ready."""
+    """Ready workers that serve the model."""
     has_chat_template: _builtins.bool
-    """Whether it takes messages; without a chat template it only continues text."""
+    """Whether the model accepts chat messages; without a chat template it only continues text."""
     default_chat_max_tokens: _builtins.int
-    """max_tokens of a request with chat messages that leaves it unset."""
+    """Default max_tokens of a request with chat messages."""
     @_builtins.property
     def default_sampling(self) -> _common_pb2.SamplingParams:
-        """What a request gets where it leaves these fields unset; without a field, SamplingParams says."""
+        """Defaults for fields that a request leaves unset; a field unset here has the default that
+        SamplingParams states.
+        """
 
     def __init__(
         self,
@@ -865,12 +868,14 @@ class GetPoolResponse(_message.Message):
     num_queued: _builtins.int
     """Requests waiting in this router."""
     num_in_flight: _builtins.int
-    """Requests given to schedulers and not finished."""
+    """Requests dispatched to schedulers and not finished."""
     num_paused: _builtins.int
-    """Requests that go on when their clients read; those still with a scheduler are in flight, too."""
+    """Requests paused until their clients read; a paused request that a scheduler still holds counts
+    as in flight too.
+    """
     @_builtins.property
     def workers(self) -> _containers.RepeatedCompositeFieldContainer[_common_pb2.Worker]:
-        """Every worker known."""
+        """Every worker known to this router."""
 
     def __init__(
         self,

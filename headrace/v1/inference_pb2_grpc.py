@@ -26,7 +26,7 @@ if _version_not_supported:
 
 
 class InferenceStub:
-    """Generation, and what is known about requests and the pool.
+    """Generation, and the state of requests and of the pool.
     """
 
     def __init__(self, channel):
@@ -73,7 +73,7 @@ class InferenceStub:
 
 
 class InferenceServicer:
-    """Generation, and what is known about requests and the pool.
+    """Generation, and the state of requests and of the pool.
     """
 
     def Generate(self, request, context):
@@ -85,7 +85,7 @@ class InferenceServicer:
         raise NotImplementedError('Method not implemented!')
 
     def Resume(self, request, context):
-        """Goes on streaming a live or finished request from a token position, on any router.
+        """Streams a live or finished request again from a token position, on any router.
         """
         context.set_code(grpc.StatusCode.UNIMPLEMENTED)
         context.set_details('Method not implemented!')
@@ -99,14 +99,14 @@ class InferenceServicer:
         raise NotImplementedError('Method not implemented!')
 
     def GetStatus(self, request, context):
-        """Where a request stands.
+        """A request's state.
         """
         context.set_code(grpc.StatusCode.UNIMPLEMENTED)
         context.set_details('Method not implemented!')
         raise NotImplementedError('Method not implemented!')
 
     def Explain(self, request, context):
-        """Why a request got what it got: a timeline of scheduling decisions.
+        """A request's timeline of scheduling decisions.
         """
         context.set_code(grpc.StatusCode.UNIMPLEMENTED)
         context.set_details('Method not implemented!')
@@ -173,7 +173,7 @@ def add_InferenceServicer_to_server(servicer, server):
 
  # This class is part of an EXPERIMENTAL API.
 class Inference:
-    """Generation, and what is known about requests and the pool.
+    """Generation, and the state of requests and of the pool.
     """
 
     @staticmethod

@@ -3,8 +3,8 @@
 isort:skip_file
 The public API: what a client of Headrace calls, on any router.
 
-Errors carry a canonical code and a google.rpc.ErrorInfo with a stable `reason`; where trying
-again helps, a google.rpc.RetryInfo too.
+Errors carry a canonical code and a google.rpc.ErrorInfo with a stable `reason`; errors worth a
+retry carry a google.rpc.RetryInfo too.
 """
 
 from collections import abc as _abc
@@ -31,7 +31,7 @@ GRPC_GENERATED_VERSION: str
 GRPC_VERSION: str
 
 class InferenceStub:
-    """Generation, and what is known about requests and the pool."""
+    """Generation, and the state of requests and of the pool."""
 
     @_typing.overload
     def __new__(cls, channel: _grpc.Channel) -> _Self: ...
@@ -42,13 +42,13 @@ class InferenceStub:
     from the metadata keys `traceparent` and `tracestate`.
     """
     Resume: _grpc.UnaryStreamMultiCallable[_inference_pb2.ResumeRequest, _inference_pb2.GenerateResponse]
-    """Goes on streaming a live or finished request from a token position, on any router."""
+    """Streams a live or finished request again from a token position, on any router."""
     Abort: _grpc.UnaryUnaryMultiCallable[_inference_pb2.AbortRequest, _inference_pb2.AbortResponse]
     """Ends requests. Aborting a finished request is not an error."""
     GetStatus: _grpc.UnaryUnaryMultiCallable[_inference_pb2.GetStatusRequest, _inference_pb2.GetStatusResponse]
-    """Where a request stands."""
+    """A request's state."""
     Explain: _grpc.UnaryUnaryMultiCallable[_inference_pb2.ExplainRequest, _inference_pb2.ExplainResponse]
-    """Why a request got what it got: a timeline of scheduling decisions."""
+    """A request's timeline of scheduling decisions."""
     ListModels: _grpc.UnaryUnaryMultiCallable[_inference_pb2.ListModelsRequest, _inference_pb2.ListModelsResponse]
     """Models that at least one worker serves."""
     GetPool: _grpc.UnaryUnaryMultiCallable[_inference_pb2.GetPoolRequest, _inference_pb2.GetPoolResponse]
@@ -56,7 +56,7 @@ class InferenceStub:
 
 @_typing.type_check_only
 class InferenceAsyncStub(InferenceStub):
-    """Generation, and what is known about requests and the pool."""
+    """Generation, and the state of requests and of the pool."""
 
     def __init__(self, channel: _aio.Channel) -> None: ...
     Generate: _aio.UnaryStreamMultiCallable[_inference_pb2.GenerateRequest, _inference_pb2.GenerateResponse]  # type: ignore[assignment]
@@ -64,20 +64,20 @@ class InferenceAsyncStub(InferenceStub):
     from the metadata keys `traceparent` and `tracestate`.
     """
     Resume: _aio.UnaryStreamMultiCallable[_inference_pb2.ResumeRequest, _inference_pb2.GenerateResponse]  # type: ignore[assignment]
-    """Goes on streaming a live or finished request from a token position, on any router."""
+    """Streams a live or finished request again from a token position, on any router."""
     Abort: _aio.UnaryUnaryMultiCallable[_inference_pb2.AbortRequest, _inference_pb2.AbortResponse]  # type: ignore[assignment]
     """Ends requests. Aborting a finished request is not an error."""
     GetStatus: _aio.UnaryUnaryMultiCallable[_inference_pb2.GetStatusRequest, _inference_pb2.GetStatusResponse]  # type: ignore[assignment]
-    """Where a request stands."""
+    """A request's state."""
     Explain: _aio.UnaryUnaryMultiCallable[_inference_pb2.ExplainRequest, _inference_pb2.ExplainResponse]  # type: ignore[assignment]
-    """Why a request got what it got: a timeline of scheduling decisions."""
+    """A request's timeline of scheduling decisions."""
     ListModels: _aio.UnaryUnaryMultiCallable[_inference_pb2.ListModelsRequest, _inference_pb2.ListModelsResponse]  # type: ignore[assignment]
     """Models that at least one worker serves."""
     GetPool: _aio.UnaryUnaryMultiCallable[_inference_pb2.GetPoolRequest, _inference_pb2.GetPoolResponse]  # type: ignore[assignment]
     """The workers and their load, as this router sees them."""
 
 class InferenceServicer(metaclass=_abc_1.ABCMeta):
-    """Generation, and what is known about requests and the pool."""
+    """Generation, and the state of requests and of the pool."""
 
     @_abc_1.abstractmethod
     def Generate(
@@ -95,7 +95,7 @@ class InferenceServicer(metaclass=_abc_1.ABCMeta):
         request: _inference_pb2.ResumeRequest,
         context: _ServicerContext,
     ) -> _typing.Union[_abc.Iterator[_inference_pb2.GenerateResponse], _abc.AsyncIterator[_inference_pb2.GenerateResponse]]:
-        """Goes on streaming a live or finished request from a token position, on any router."""
+        """Streams a live or finished request again from a token position, on any router."""
 
     @_abc_1.abstractmethod
     def Abort(
@@ -111,7 +111,7 @@ class InferenceServicer(metaclass=_abc_1.ABCMeta):
         request: _inference_pb2.GetStatusRequest,
         context: _ServicerContext,
     ) -> _typing.Union[_inference_pb2.GetStatusResponse, _abc.Awaitable[_inference_pb2.GetStatusResponse]]:
-        """Where a request stands."""
+        """A request's state."""
 
     @_abc_1.abstractmethod
     def Explain(
@@ -119,7 +119,7 @@ class InferenceServicer(metaclass=_abc_1.ABCMeta):
         request: _inference_pb2.ExplainRequest,
         context: _ServicerContext,
     ) -> _typing.Union[_inference_pb2.ExplainResponse, _abc.Awaitable[_inference_pb2.ExplainResponse]]:
-        """Why a request got what it got: a timeline of scheduling decisions."""
+        """A request's timeline of scheduling decisions."""
 
     @_abc_1.abstractmethod
     def ListModels(

@@ -29,9 +29,9 @@ class _CancelReasonEnumTypeWrapper(_enum_type_wrapper._EnumTypeWrapper[_CancelRe
     CANCEL_REASON_UNSPECIFIED: _CancelReason.ValueType  # 0
     """Means ABORTED."""
     CANCEL_REASON_ABORTED: _CancelReason.ValueType  # 1
-    """The caller gave up."""
+    """The client aborted the request."""
     CANCEL_REASON_STOP_STRING: _CancelReason.ValueType  # 2
-    """The router found a stop string: the request ended well."""
+    """The router found a stop string: the request finished normally."""
     CANCEL_REASON_DEADLINE: _CancelReason.ValueType  # 3
     """The deadline passed."""
 
@@ -41,9 +41,9 @@ class CancelReason(_CancelReason, metaclass=_CancelReasonEnumTypeWrapper):
 CANCEL_REASON_UNSPECIFIED: CancelReason.ValueType  # 0
 """Means ABORTED."""
 CANCEL_REASON_ABORTED: CancelReason.ValueType  # 1
-"""The caller gave up."""
+"""The client aborted the request."""
 CANCEL_REASON_STOP_STRING: CancelReason.ValueType  # 2
-"""The router found a stop string: the request ended well."""
+"""The router found a stop string: the request finished normally."""
 CANCEL_REASON_DEADLINE: CancelReason.ValueType  # 3
 """The deadline passed."""
 Global___CancelReason: _TypeAlias = CancelReason  # noqa: Y015
@@ -70,7 +70,7 @@ class _RefusalReasonEnumTypeWrapper(_enum_type_wrapper._EnumTypeWrapper[_Refusal
     """A field is wrong."""
 
 class RefusalReason(_RefusalReason, metaclass=_RefusalReasonEnumTypeWrapper):
-    """Why a submission was not taken."""
+    """Why a submission was rejected."""
 
 REFUSAL_REASON_UNSPECIFIED: RefusalReason.ValueType  # 0
 """Not known."""
@@ -112,7 +112,7 @@ class RouterMessage(_message.Message):
 
     @_builtins.property
     def pauses(self) -> _containers.RepeatedCompositeFieldContainer[Global___Pause]:
-        """Requests to set aside, or to go on with; of several for one handle the last counts."""
+        """Requests to pause or continue; of several entries for one handle the last counts."""
 
     def __init__(
         self,
@@ -132,7 +132,7 @@ Global___RouterMessage: _TypeAlias = RouterMessage  # noqa: Y015
 
 @_typing.final
 class Hello(_message.Message):
-    """Who is calling."""
+    """Identifies the router."""
 
     DESCRIPTOR: _descriptor.Descriptor
 
@@ -173,25 +173,25 @@ class Submission(_message.Message):
     TENANT_FIELD_NUMBER: _builtins.int
     TRACEPARENT_FIELD_NUMBER: _builtins.int
     handle: _builtins.int
-    """The router's number for it, unique within this stream; the columns that come back use it."""
+    """The router's number for the request, unique within this stream and used in all replies."""
     request_id: _builtins.str
     """For logs, traces, status and Explain."""
     epoch: _builtins.int
-    """Raised by each re-dispatch; writes of an older one are refused by the status store."""
+    """Raised by each re-dispatch; the status store refuses writes with an older epoch."""
     worker_id: _builtins.str
-    """Which worker; empty lets the scheduler choose among those of the model."""
+    """The worker to use; empty lets the scheduler choose among the model's workers."""
     model: _builtins.str
     """Model name."""
     prompt_token_ids: _builtins.bytes
     """int32 column, [num_prompt_tokens]."""
     generated_token_ids: _builtins.bytes
-    """int32 column: tokens already generated (and delivered) under an earlier epoch."""
+    """int32 column: tokens generated and delivered under an earlier epoch."""
     priority: _builtins.int
     """Smaller is more urgent."""
     arrival_time_unix_s: _builtins.float
-    """When the router took it, seconds since the epoch; breaks ties."""
+    """When the router accepted the request, Unix seconds; breaks ties."""
     deadline_unix_s: _builtins.float
-    """Seconds since the epoch; 0 is none."""
+    """Unix seconds; 0 is none."""
     cache_salt: _builtins.str
     """Separates prefix-cache entries."""
     tenant: _builtins.str
@@ -237,9 +237,9 @@ class Cancellation(_message.Message):
     HANDLE_FIELD_NUMBER: _builtins.int
     REASON_FIELD_NUMBER: _builtins.int
     handle: _builtins.int
-    """The handle it was submitted under."""
+    """The handle of the submission."""
     reason: Global___CancelReason.ValueType
-    """Why: becomes the final status."""
+    """The cause, which becomes the final status."""
     def __init__(
         self,
         *,
@@ -256,9 +256,9 @@ Global___Cancellation: _TypeAlias = Cancellation  # noqa: Y015
 
 @_typing.final
 class Pause(_message.Message):
-    """Sets a request aside because its client does not read, or lets it go on. Set aside it holds no
-    KV blocks and takes no part in steps; tokens of steps that were planned before still come. Its
-    deadline counts on. Nothing happens if it has ended.
+    """Pauses a request whose client does not read, or continues the request. A paused request holds
+    no KV blocks and is not scheduled; tokens of steps planned before the pause still arrive. The
+    deadline still applies. A Pause for an ended request is ignored.
     """
 
     DESCRIPTOR: _descriptor.Descriptor
@@ -266,9 +266,9 @@ class Pause(_message.Message):
     HANDLE_FIELD_NUMBER: _builtins.int
     PAUSED_FIELD_NUMBER: _builtins.int
     handle: _builtins.int
-    """The handle it was submitted under, and so the epoch."""
+    """The handle of the submission, which also identifies the epoch."""
     paused: _builtins.bool
-    """True: set it aside. False: let it go on."""
+    """True: pause the request. False: continue it."""
     def __init__(
         self,
         *,
@@ -293,11 +293,11 @@ class SchedulerMessage(_message.Message):
     REFUSALS_FIELD_NUMBER: _builtins.int
     @_builtins.property
     def step_update(self) -> Global___StepUpdate:
-        """News of one step."""
+        """The new output and events of one step."""
 
     @_builtins.property
     def refusals(self) -> _containers.RepeatedCompositeFieldContainer[Global___Refusal]:
-        """Requests that were not taken."""
+        """Submissions that were rejected."""
 
     def __init__(
         self,
@@ -315,7 +315,7 @@ Global___SchedulerMessage: _TypeAlias = SchedulerMessage  # noqa: Y015
 
 @_typing.final
 class StepUpdate(_message.Message):
-    """All news of one step for one router, as columns over the requests that have any."""
+    """All new output and events of one step for one router, as columns over the requests with output."""
 
     DESCRIPTOR: _descriptor.Descriptor
 
@@ -333,12 +333,12 @@ class StepUpdate(_message.Message):
     token_ids: _builtins.bytes
     """int32 column, [sum(num_new_tokens)]: tokens, request after request."""
     draft_counts: _builtins.bytes
-    """int32 column, [num_requests, 2]: drafts verified for each with these tokens, and how many of
-    them were right. Empty: none for anybody.
+    """int32 column, [num_requests, 2]: drafts verified with these tokens, and drafts accepted. Empty:
+    no request had drafts.
     """
     @_builtins.property
     def finished(self) -> _containers.RepeatedCompositeFieldContainer[Global___Finished]:
-        """Requests that ended in this step, after their tokens here."""
+        """Requests that ended in this step, after the tokens in this message."""
 
     @_builtins.property
     def admitted(self) -> _containers.RepeatedCompositeFieldContainer[Global___Admitted]:
@@ -346,8 +346,8 @@ class StepUpdate(_message.Message):
 
     @_builtins.property
     def logprobs(self) -> _containers.RepeatedCompositeFieldContainer[Global___RequestLogprobs]:
-        """Only for requests that asked for them: one per new token, in the order of token_ids. A request
-        may have several entries, one for each step.
+        """Only for requests that asked for log probabilities: one per new token, in the order of
+        token_ids. A request may have several entries, one for each step.
         """
 
     def __init__(
@@ -389,7 +389,7 @@ class Finished(_message.Message):
     message: _builtins.str
     """For ERROR: what went wrong."""
     num_preemptions: _builtins.int
-    """Times it was preempted."""
+    """Times the request was preempted."""
     def __init__(
         self,
         *,
@@ -424,9 +424,9 @@ class Admitted(_message.Message):
     num_cached_tokens: _builtins.int
     """Prompt tokens taken from the prefix cache."""
     time_unix_s: _builtins.float
-    """When, seconds since the epoch."""
+    """Time of the admission, Unix seconds."""
     worker_id: _builtins.str
-    """The worker that runs it."""
+    """The worker that runs the request."""
     def __init__(
         self,
         *,
@@ -460,7 +460,7 @@ class RequestLogprobs(_message.Message):
 
     @_builtins.property
     def prompt_tokens(self) -> _containers.RepeatedCompositeFieldContainer[_common_pb2.TokenLogprobs]:
-        """Of the prompt, one per token but the first; in one piece, with the first new token."""
+        """One per prompt token except the first, all together with the first new token."""
 
     def __init__(
         self,
@@ -479,7 +479,7 @@ Global___RequestLogprobs: _TypeAlias = RequestLogprobs  # noqa: Y015
 
 @_typing.final
 class Refusal(_message.Message):
-    """A submission that was not taken; nothing of it is left in the scheduler."""
+    """A rejected submission; the scheduler keeps no state of it."""
 
     DESCRIPTOR: _descriptor.Descriptor
 
@@ -492,7 +492,7 @@ class Refusal(_message.Message):
     reason: Global___RefusalReason.ValueType
     """Why."""
     message: _builtins.str
-    """For a person."""
+    """Explanation for a person."""
     field: _builtins.str
     """For INVALID: the field of the submission that is wrong, e.g. sampling.stop_token_ids."""
     def __init__(
@@ -540,7 +540,7 @@ class PoolSnapshot(_message.Message):
     scheduler_id: _builtins.str
     """The scheduler's name."""
     draining: _builtins.bool
-    """True while it takes no new requests."""
+    """True while the scheduler accepts no new requests."""
     @_builtins.property
     def workers(self) -> _containers.RepeatedCompositeFieldContainer[_common_pb2.Worker]:
         """In order of worker_id."""

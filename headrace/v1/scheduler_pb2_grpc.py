@@ -58,15 +58,15 @@ class SchedulerServicer:
     """
 
     def Connect(self, request_iterator, context):
-        """Submissions and aborts go right; per step one message with all new tokens comes back left.
-        Closing the stream aborts every request that came through it.
+        """The router sends submissions and cancellations; the scheduler returns one message per step with
+        all new tokens. Closing the stream aborts every request submitted on the stream.
         """
         context.set_code(grpc.StatusCode.UNIMPLEMENTED)
         context.set_details('Method not implemented!')
         raise NotImplementedError('Method not implemented!')
 
     def WatchPool(self, request, context):
-        """The pool now, and again whenever it changes (at most every 100 ms) or after 1 s.
+        """Sends the pool's state at once, on every change (at most every 100 ms) and at least every 1 s.
         """
         context.set_code(grpc.StatusCode.UNIMPLEMENTED)
         context.set_details('Method not implemented!')

@@ -35,11 +35,11 @@ class SchedulerStub:
     @_typing.overload
     def __new__(cls, channel: _aio.Channel) -> SchedulerAsyncStub: ...
     Connect: _grpc.StreamStreamMultiCallable[_scheduler_pb2.RouterMessage, _scheduler_pb2.SchedulerMessage]
-    """Submissions and aborts go right; per step one message with all new tokens comes back left.
-    Closing the stream aborts every request that came through it.
+    """The router sends submissions and cancellations; the scheduler returns one message per step with
+    all new tokens. Closing the stream aborts every request submitted on the stream.
     """
     WatchPool: _grpc.UnaryStreamMultiCallable[_scheduler_pb2.WatchPoolRequest, _scheduler_pb2.PoolSnapshot]
-    """The pool now, and again whenever it changes (at most every 100 ms) or after 1 s."""
+    """Sends the pool's state at once, on every change (at most every 100 ms) and at least every 1 s."""
     Explain: _grpc.UnaryUnaryMultiCallable[_inference_pb2.ExplainRequest, _inference_pb2.ExplainResponse]
     """A request's scheduling history."""
 
@@ -49,11 +49,11 @@ class SchedulerAsyncStub(SchedulerStub):
 
     def __init__(self, channel: _aio.Channel) -> None: ...
     Connect: _aio.StreamStreamMultiCallable[_scheduler_pb2.RouterMessage, _scheduler_pb2.SchedulerMessage]  # type: ignore[assignment]
-    """Submissions and aborts go right; per step one message with all new tokens comes back left.
-    Closing the stream aborts every request that came through it.
+    """The router sends submissions and cancellations; the scheduler returns one message per step with
+    all new tokens. Closing the stream aborts every request submitted on the stream.
     """
     WatchPool: _aio.UnaryStreamMultiCallable[_scheduler_pb2.WatchPoolRequest, _scheduler_pb2.PoolSnapshot]  # type: ignore[assignment]
-    """The pool now, and again whenever it changes (at most every 100 ms) or after 1 s."""
+    """Sends the pool's state at once, on every change (at most every 100 ms) and at least every 1 s."""
     Explain: _aio.UnaryUnaryMultiCallable[_inference_pb2.ExplainRequest, _inference_pb2.ExplainResponse]  # type: ignore[assignment]
     """A request's scheduling history."""
 
@@ -66,8 +66,8 @@ class SchedulerServicer(metaclass=_abc_1.ABCMeta):
         request_iterator: _MaybeAsyncIterator[_scheduler_pb2.RouterMessage],
         context: _ServicerContext,
     ) -> _typing.Union[_abc.Iterator[_scheduler_pb2.SchedulerMessage], _abc.AsyncIterator[_scheduler_pb2.SchedulerMessage]]:
-        """Submissions and aborts go right; per step one message with all new tokens comes back left.
-        Closing the stream aborts every request that came through it.
+        """The router sends submissions and cancellations; the scheduler returns one message per step with
+        all new tokens. Closing the stream aborts every request submitted on the stream.
         """
 
     @_abc_1.abstractmethod
@@ -76,7 +76,7 @@ class SchedulerServicer(metaclass=_abc_1.ABCMeta):
         request: _scheduler_pb2.WatchPoolRequest,
         context: _ServicerContext,
     ) -> _typing.Union[_abc.Iterator[_scheduler_pb2.PoolSnapshot], _abc.AsyncIterator[_scheduler_pb2.PoolSnapshot]]:
-        """The pool now, and again whenever it changes (at most every 100 ms) or after 1 s."""
+        """Sends the pool's state at once, on every change (at most every 100 ms) and at least every 1 s."""
 
     @_abc_1.abstractmethod
     def Explain(
