@@ -78,7 +78,7 @@ def serve_forks(control: socket.socket, models: Mapping[str, ModelText]) -> None
 
 
 def _compile_templates(models: Mapping[str, ModelText]) -> None:
-    """Compile each template once, for all children; CompileTemplate reports the errors."""
+    """Compile each template once, for all children; the job `Prepare` reports the errors."""
     signal.signal(signal.SIGPROF, signal.SIG_DFL)
     signal.setitimer(signal.ITIMER_PROF, _COMPILE_CPU_S)
     for model in models.values():

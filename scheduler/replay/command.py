@@ -1,4 +1,4 @@
-"""`headrace replay`: recorded runs against today's scheduling core, or under other settings."""
+"""`headrace replay`: runs recordings through the current core, or under other settings."""
 
 import sys
 from pathlib import Path

@@ -1,7 +1,7 @@
 """Reads recorded runs from files: JSON traces, recordings, archives of traces.
 
-A file may come from anybody. It is read record by record, every record is checked (see `schema`),
-and no more than a bounded part of a file is ever held; a ValueError names the file and the line.
+Files are untrusted input. A file is read record by record, every record is validated (see
+`schema`), and the part held in memory is bounded; a ValueError names the file and the line.
 """
 
 import bz2
@@ -24,9 +24,9 @@ from scheduler.replay.trace import Record
 if TYPE_CHECKING:
     from _typeshed import WriteableBuffer
 
-# A line of a recording, a trace in one JSON object, a member of an archive.
+# Limit on a line of a recording, on a trace in one JSON object and on an archive's member.
 _MAX_RECORD_BYTES = 64 << 20
-# Unpacked; a recording that never rotated may be long.
+# Limit on the unpacked size; a recording that never rotated may be long.
 _MAX_FILE_BYTES = 4 << 30
 _MAX_MEMBERS = 10_000
 _MAX_TAR_HEADER_BYTES = 1 << 20
@@ -35,15 +35,15 @@ _CHUNK_BYTES = 1 << 16
 
 _Open = Callable[[], AbstractContextManager[BinaryIO]]
 _ReadSteps = Callable[[], Iterator[tuple[str, bytes | msgspec.Raw]]]
-# What a file may lead to that is cut off or damaged.
+# The errors that a truncated or damaged file can raise.
 UNPACK_ERRORS = (OSError, EOFError, lzma.LZMAError, zlib.error, tarfile.TarError)
 
 
 class RecordedSteps:
     """The steps of a trace, read anew each time they are iterated.
 
-    `where` says which step was read last. In a recording, requests that a step adds are in
-    `requests` while that step is the last one read.
+    `where` names the step read last. In a recording, requests that a step adds are in `requests`
+    only while that step is the last step read.
     """
 
     def __init__(self, read: _ReadSteps, requests: dict[str, Record]) -> None:
@@ -70,7 +70,7 @@ def read_traces(path: Path) -> Iterator[tuple[str, Record]]:
     """The traces in a file, by name: one, or those of a tar archive. `steps` is a RecordedSteps.
 
     Raises:
-        ValueError: it holds something else.
+        ValueError: the file holds no trace.
     """
     try:
         if not _is_archive(path):
@@ -88,7 +88,7 @@ def read_traces(path: Path) -> Iterator[tuple[str, Record]]:
 
 
 def _trace(name: str, open_file: _Open) -> Record:
-    """One JSON object, or a recording with one record a line."""
+    """Reads one JSON object, or a recording with one record per line."""
     try:
         head, read_steps = _head(open_file)
         requests = head.setdefault("requests", {})
@@ -101,7 +101,7 @@ def _trace(name: str, open_file: _Open) -> Record:
 
 
 def _head(open_file: _Open) -> tuple[Record, _ReadSteps]:
-    """A trace's first record, and what reads its steps."""
+    """A trace's first record, and a function that reads its steps."""
     with open_file() as file:
         data = _limited(file.readline(_MAX_RECORD_BYTES + 1), "line 1")
         try:
@@ -109,7 +109,7 @@ def _head(open_file: _Open) -> tuple[Record, _ReadSteps]:
         except msgspec.ValidationError as error:
             raise ValueError(f"line 1: {error}") from error
         except msgspec.DecodeError as error:
-            # Perhaps a JSON object on many lines.
+            # The file may be a JSON object on many lines.
             data += file.read(_MAX_RECORD_BYTES + 1 - len(data))
             try:
                 head = cast("Record", decode_head(_limited(data, "its JSON")))
@@ -123,7 +123,7 @@ def _head(open_file: _Open) -> tuple[Record, _ReadSteps]:
 
 
 def _lines(open_file: _Open) -> Iterator[tuple[str, bytes]]:
-    """A recording's records after the first, without one that is still written or was cut off."""
+    """A recording's records after the first; an incomplete last record is ignored."""
     with open_file() as file:
         num_bytes = len(file.readline(_MAX_RECORD_BYTES))
         number = 1
@@ -164,12 +164,12 @@ def _members(file: BinaryIO) -> Iterator[tuple[str, bytes]]:
 
 
 class _TarInfo(tarfile.TarInfo):
-    """A member's header, of a size that may be held."""
+    """A member's header; raises when the member exceeds the size limit."""
 
     @classmethod
     def frombuf(cls, buf: bytes | bytearray, encoding: str, errors: str) -> "_TarInfo":
         info = super().frombuf(buf, encoding, errors)
-        # Names and attributes that are too long for a header are read as a whole.
+        # tarfile reads names and attributes that are too long for a header as a whole.
         if not info.isfile() and info.size > _MAX_TAR_HEADER_BYTES:
             raise tarfile.ReadError("it has a header that is too long")
         return info
@@ -185,7 +185,7 @@ def _unpacked_bytes(data: bytes) -> AbstractContextManager[BinaryIO]:
 
 @contextmanager
 def _unpacked(file: BinaryIO) -> Iterator[BinaryIO]:
-    """What a file holds, unpacked if it is compressed; closes the file."""
+    """A file's content, unpacked if compressed; closes the file."""
     with file:
         magic = file.read(6)
         file.seek(0)
@@ -203,7 +203,7 @@ def _unpacked(file: BinaryIO) -> Iterator[BinaryIO]:
 
 
 class _XzFile(io.RawIOBase):
-    """Unpacks .xz with bounded memory: a dictionary may be of any size."""
+    """Unpacks .xz with a memory limit: a file's header may ask for a dictionary of any size."""
 
     def __init__(self, file: BinaryIO) -> None:
         self._file = file

@@ -1,7 +1,7 @@
-"""Records a run: what went into a core and what the core decided, in the trace format.
+"""Records a run: a core's inputs and decisions, in the trace format.
 
 A Recorder is a SchedulerCore whose input methods also write a record. The records are plain data;
-where they go (a file, a comparison) is the caller's business.
+the caller decides where they go (a file, a comparison).
 """
 
 from collections.abc import Callable
@@ -57,8 +57,8 @@ class Recorder(SchedulerCore):
 
     Args:
         config: the core's settings.
-        emit: takes each step's record when the step is over.
-        max_crc_blocks: free lists longer than this are not digested into each record.
+        emit: called with each step's record at the end of the step.
+        max_crc_blocks: records have no checksum of a free list longer than this.
     """
 
     def __init__(
@@ -75,11 +75,11 @@ class Recorder(SchedulerCore):
         self._step: Record = {}
         self._phase = _Phase.NONE
         self._num_steps = 0
-        # Of live requests.
+        # Names of live requests.
         self._name_by_key: dict[int, str] = {}
-        # Used in the file that is written now.
+        # Names used in the current file.
         self._names: set[str] = set()
-        # Of each step without a result: its number here, and its requests' names and rows.
+        # For each step without a result: its number in this file, its requests' names and rows.
         self._flights: dict[int, tuple[int, list[str], list[int]]] = {}
         self._finished: list[str] = []
         # Cached tokens of each live request's first admission; -1 once an output record has them.
@@ -149,11 +149,11 @@ class Recorder(SchedulerCore):
         return plan
 
     def update(self, result: StepResult, now: float) -> StepOutput:
-        # A result of an empty step has no flight here: the plan is in the file before.
+        # The plan of an empty step may be in the previous file, so that its result has no flight.
         if result.step_id not in self._flights or not self._enter(_Phase.UPDATE):
             return super().update(result, now)
         number, names, rows = self._flights[result.step_id]
-        # An empty step before it may have stayed without a result.
+        # An earlier empty step may never have got a result.
         self._flights = {i: flight for i, flight in self._flights.items() if i > result.step_id}
         sampled = _split(names, result.num_sampled_tokens, result.token_ids)
         output = super().update(result, now)
@@ -183,15 +183,15 @@ class Recorder(SchedulerCore):
             self._step["drafts"] = {
                 self._name_by_key[key]: tokens
                 for key, tokens in drafts.items()
-                if key in self._name_by_key  # others have ended
+                if key in self._name_by_key  # other requests have ended
             }
         super().update_drafts(keys, num_drafts, draft_token_ids)
 
     def header(self, name: str) -> Record:
         """The first record of a recording that begins here.
 
-        In the middle of a run it holds the state to begin from. `emit`, once it has written a
-        record, may ask for it to begin a new file: each file replays by itself.
+        In the middle of a run, this record holds the core's state. `emit` may request this record
+        after any other record, to begin a new file: each file replays by itself.
         """
         self.end_step()
         record = header(self.config, name)
@@ -214,7 +214,7 @@ class Recorder(SchedulerCore):
         return record
 
     def resume(self, start: Record, key_by_name: dict[str, int]) -> None:
-        """Go on where a recording began; the core is in that state already."""
+        """Continue from a recording's initial state, which the core has been restored to."""
         self._num_steps = start["step"]
         self._name_by_key = {key: name for name, key in key_by_name.items()}
         self._names = set(key_by_name)
@@ -224,11 +224,11 @@ class Recorder(SchedulerCore):
             self._flights[flight.step_id] = (number, names, flight.rows.tolist())
 
     def forget_names(self) -> None:
-        """Let the names of requests that ended be used again: they are in no record any more."""
+        """Allow reuse of the names of ended requests, which no record of the new file holds."""
         self._names = set(self._name_by_key.values())
 
     def stop(self) -> None:
-        """Record nothing from now on: a plain SchedulerCore is left."""
+        """Stop recording: from now on the Recorder is a plain SchedulerCore."""
         self._is_stopped = True
         self._phase = _Phase.NONE
         for noted in (
@@ -238,7 +238,7 @@ class Recorder(SchedulerCore):
             noted.clear()
 
     def end_step(self) -> None:
-        """Close the step's record: the next event belongs to a new one."""
+        """Close the step's record: the next event begins a new record."""
         if self._phase is _Phase.NONE:
             return
         self._step["state"] = snapshot.state_record(
@@ -251,7 +251,7 @@ class Recorder(SchedulerCore):
         self._emit(step)
 
     def _enter(self, phase: _Phase) -> bool:
-        """Whether the event is to be recorded; a new step's record begins with it if it must."""
+        """Whether to record the event; begins a new step's record if the phase order requires."""
         if phase < self._phase or (phase == self._phase and phase in _ONCE):
             self.end_step()
         if not self._is_stopped:
@@ -263,7 +263,7 @@ class Recorder(SchedulerCore):
             self._step.setdefault("client", []).append([action, self._name_by_key[key]])
 
     def _note_finished(self, finished: tuple[FinishedRequest, ...]) -> None:
-        """Note that requests ended; their names are forgotten but for this file's uniqueness."""
+        """Note that requests ended; their names stay reserved in the current file."""
         if self._is_stopped:
             return
         for one in finished:

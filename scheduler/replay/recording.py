@@ -1,12 +1,12 @@
-"""Writes what a core is given and decides to files that `headrace replay` reads.
+"""Writes a core's inputs and decisions to files that `headrace replay` reads.
 
-A thread writes; the event loop never waits for the disk. When a file is full the next file begins,
-in the middle of a run: each begins with the core's state and replays by itself. Files hold prompts,
-as token ids.
+A thread writes; the event loop never waits for the disk. When a file is full, the next file begins
+in the middle of the run: each file begins with the core's state and replays by itself. Files hold
+prompts, as token ids.
 
-A disk that is too slow costs steps: while more than `max_waiting_bytes` wait to be written, steps
-are left out, and once everything is written a new file begins. A disk that fails (it is full, or
-the folder is missing) ends the recording. Serving goes on in both cases, and a warning is logged.
+With a disk that is too slow, steps are dropped: while more than `max_waiting_bytes` are unwritten,
+no step is recorded, and once everything is written a new file begins. A disk error (disk full,
+folder missing) ends the recording. Serving continues in both cases, and a warning is logged.
 """
 
 import asyncio
@@ -25,7 +25,7 @@ from scheduler.replay.trace import Record
 
 logger = logging.getLogger(__name__)
 
-# Digesting the free list costs a pass over it; with more blocks it is left out of the records.
+# The free list's checksum costs a pass over the list; above this length records omit it.
 _MAX_CRC_BLOCKS = 4096
 _NUM_OLD_FILES = 3
 _MAX_WAITING_BYTES = 64 << 20
@@ -43,13 +43,13 @@ class Recording:
         max_bytes: int,
         max_waiting_bytes: int = _MAX_WAITING_BYTES,
     ) -> None:
-        """Moves an older file to PATH.1, that one to PATH.2 and so on; the oldest is dropped.
+        """Rotates older files: PATH to PATH.1, PATH.1 to PATH.2 and so on; the oldest is deleted.
 
         Args:
             config: the core's settings.
             path: the newest file.
-            max_bytes: a file with as much is followed by the next.
-            max_waiting_bytes: with more unwritten, steps are left out.
+            max_bytes: a file of this size is rotated.
+            max_waiting_bytes: while more bytes are unwritten, steps are dropped.
         """
         self._path = path
         self._max_bytes = max_bytes
@@ -62,7 +62,7 @@ class Recording:
 
     @property
     def num_waiting_bytes(self) -> int:
-        """Bytes that a kill of this process would lose."""
+        """Bytes not written yet, which a kill of this process would lose."""
         return self._writer.num_waiting_bytes
 
     async def close(self) -> None:
@@ -117,13 +117,13 @@ class _Line(NamedTuple):
 
 
 class _FileWriter:
-    """A thread that writes lines in order. Data is with the operating system when none waits."""
+    """A thread that writes lines in order; written lines have reached the operating system."""
 
     def __init__(self, path: Path) -> None:
         self.has_failed = False
         self._path = path
         self._lines: queue.SimpleQueue[_Line | None] = queue.SimpleQueue()
-        # Each is changed by one thread only: the first by the owner, the second by the writer.
+        # One thread changes each counter: the owner the first, the writer thread the second.
         self._num_put_bytes = 0
         self._num_written_bytes = 0
         self._thread = threading.Thread(target=self._run, name=f"record {path}", daemon=True)
@@ -134,12 +134,12 @@ class _FileWriter:
         return self._num_put_bytes - self._num_written_bytes
 
     def put(self, data: bytes, *, begins_file: bool) -> None:
-        """Have a line written, in a new file if it begins one."""
+        """Queue a line to be written, in a new file if `begins_file`."""
         self._num_put_bytes += len(data)
         self._lines.put(_Line(data, begins_file))
 
     def close(self, timeout_s: float) -> bool:
-        """Write what waits; False if that took longer than the timeout."""
+        """Write all queued lines and end the thread; False after the timeout."""
         self._lines.put(None)
         self._thread.join(timeout_s)
         if is_stuck := self._thread.is_alive():
@@ -169,7 +169,7 @@ class _FileWriter:
 
 
 def path_for(path: Path, worker_id: str, *, is_only_worker: bool) -> Path:
-    """The file of one worker: PATH itself if there is one worker, else PATH-WORKER."""
+    """The file of one worker: PATH if there is only one worker, else PATH-WORKER."""
     if is_only_worker:
         return path
     name = "".join(c if c.isalnum() or c in "-_." else "_" for c in worker_id)
@@ -177,7 +177,7 @@ def path_for(path: Path, worker_id: str, *, is_only_worker: bool) -> Path:
 
 
 def _fresh(path: Path) -> BinaryIO:
-    """The file, empty; older ones have made room for it."""
+    """Rotates older files and opens an empty file at the path."""
     for number in range(_NUM_OLD_FILES, 0, -1):
         newer = path if number == 1 else path.with_name(f"{path.name}.{number - 1}")
         if newer.exists():

@@ -1,7 +1,8 @@
-"""Runs a recorded trace again through today's core and finds the first difference.
+"""Runs a recorded trace through the current core and finds the first difference.
 
 Pure: a trace is a decoded JSON object, as recordings of vLLM 0.27.1 and `--record` hold it. Only
-inputs are taken from it (requests, aborts, sampled tokens, drafts); every decision is made anew.
+inputs (requests, aborts, sampled tokens, drafts) are read from the trace; the core makes every
+decision again.
 """
 
 from collections import Counter
@@ -21,7 +22,7 @@ from scheduler.replay import snapshot
 from scheduler.replay.recorder import Recorder
 from scheduler.replay.trace import Record, trace_config, trace_request
 
-# Compared in this order, which is that of the decisions.
+# Fields are compared in this order, the order in which the core decides them.
 _SCHED_FIELDS = (
     "tokens", "computed", "new", "resumed", "hit", "preempted", "preempt_info", "spec", "blocks",
     "finished_ids", "common_prefix", "free",
@@ -35,10 +36,10 @@ _ORDERED = frozenset({"tokens", "computed"})
 
 @dataclass(frozen=True, slots=True)
 class Difference:
-    """Where a replay first departs from its trace; a field that is not there is None.
+    """The first difference between a replay and its trace; a missing field is None.
 
-    is_on_purpose: vLLM 0.27.1 goes on because min_tokens holds back even the length limit (and
-    hangs at max_model_len); here the request ends.
+    is_on_purpose: the difference is intended. In vLLM 0.27.1 min_tokens overrides even the length
+    limit, and the request continues (and hangs at max_model_len); here the request ends.
     """
 
     trace: str
@@ -56,20 +57,20 @@ class Difference:
 
 
 class Replay:
-    """One trace on its way through a core."""
+    """The replay of one trace through a core."""
 
     def __init__(self, trace: Record) -> None:
         self.trace = trace
         self._records: list[Record] = []
         self.core = Recorder(trace_config(trace), self._records.append)
         self._keys: dict[str, int] = {}
-        # Of each step without a result: its id, and its requests' names and rows.
+        # For each step without a result: its id, its requests' names and rows.
         self._flights: dict[int, tuple[int, list[str], list[int]]] = {}
         if "start" in trace:
             self._start(trace["start"])
 
     def steps(self) -> Iterator[tuple[Record, Record]]:
-        """Each step's record in the trace and what today's core makes of its inputs."""
+        """Yields each step's record in the trace and the current core's record for its inputs."""
         for expected in self.trace["steps"]:
             apply_inputs(self.core, expected, self._keys, self._add)
             if "sched" in expected:
@@ -84,7 +85,7 @@ class Replay:
             yield expected, self._records.pop()
 
     def _start(self, start: Record) -> None:
-        """Begin in the middle of a run."""
+        """Restore the state of a recording that begins in the middle of a run."""
         names = start["state"]["requests"]
         self._keys = {name: key for key, name in enumerate(names)}
         specs = {name: trace_request(self.trace, name, key) for name, key in self._keys.items()}
@@ -136,12 +137,12 @@ def apply_inputs(
     key_by_name: Mapping[str, int],
     add: Callable[[str, float], None],
 ) -> None:
-    """Give a core the inputs of a step's record that come before its schedule.
+    """Feed a core the inputs of a step's record that come before `schedule`.
 
     Args:
-        core: what is driven.
+        core: the core to drive.
         step: the record.
-        key_by_name: of every request that was added; `add` extends it.
+        key_by_name: the key of every request added so far; `add` extends the mapping.
         add: adds a request by name, at a time.
     """
     for control in step.get("ctl", ()):
@@ -163,7 +164,7 @@ def apply_inputs(
 
 
 def first_difference(trace: Record) -> Difference | None:
-    """Replay a trace; where it first departs, or None."""
+    """Replays a trace; the first difference, or None."""
     name = trace.get("name", "trace")
     num_outputs: Counter[str] = Counter()
     for expected, got in Replay(trace).steps():
@@ -197,7 +198,7 @@ def _compared(expected: Record, got: Record) -> Iterator[tuple[str, Any, Any]]:
         yield f"update.{field}", expected["update"].get(field), got["update"].get(field)
     for field in _STATE_FIELDS:
         want = expected["state"].get(field)
-        # A recording may leave out what is expensive to write.
+        # A recording may omit fields that are expensive to compute.
         if want is not None or field in {"skipped", "held", "paused"}:
             yield f"state.{field}", want, got["state"].get(field)
 

@@ -1,4 +1,4 @@
-"""What `headrace replay` prints: a comparison with the core, or what other settings would do."""
+"""The output of `headrace replay`: a comparison with the core, or the effect of other settings."""
 
 import contextlib
 import json
@@ -14,8 +14,8 @@ from scheduler.replay.replay import first_difference
 from scheduler.replay.trace import Record
 from scheduler.replay.what_if import RunOutcome, changed, recorded_outcome, settings, try_settings
 
-# What records that are well-formed and make no sense lead to: unknown names, lengths that do not
-# fit, blocks that are held twice, tables that do not fit in memory.
+# Errors that well-formed but inconsistent records can raise: unknown names, mismatched lengths,
+# blocks that are held twice, tables too large for memory.
 _SENSELESS = (
     *(LookupError, ValueError, TypeError, AssertionError, ArithmeticError, AttributeError),
     *(RecursionError, MemoryError, msgspec.DecodeError, *UNPACK_ERRORS),
@@ -23,7 +23,7 @@ _SENSELESS = (
 
 
 def compare(paths: Sequence[Path]) -> bool:
-    """Replay every trace of these files; whether all match.
+    """Replays every trace of the files; True if all match.
 
     Raises:
         ValueError: a file holds no trace.
@@ -42,11 +42,11 @@ def compare(paths: Sequence[Path]) -> bool:
 
 
 def try_changes(paths: Sequence[Path], changes: Sequence[str]) -> None:
-    """Run every trace of these files under other settings (`name=value`).
+    """Runs every trace of the files under other settings (`name=value`).
 
     Raises:
         ValueError: a file holds no trace.
-        click.BadParameter: no such setting, or no such value of it.
+        click.BadParameter: there is no such setting, or the value is invalid.
     """
     for path in paths:
         for name, trace in read_traces(path):
@@ -56,7 +56,7 @@ def try_changes(paths: Sequence[Path], changes: Sequence[str]) -> None:
 
 @contextlib.contextmanager
 def _located(name: str, trace: Record) -> Iterator[None]:
-    """Turns what a senseless trace makes of our core into an error that says where it stands."""
+    """Turns an exception that an inconsistent trace raises into an error with its position."""
     try:
         yield
     except _SENSELESS as error:

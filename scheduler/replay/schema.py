@@ -1,7 +1,7 @@
-"""What the records of a trace may hold: types and bounds, checked when a file is read.
+"""The schema of a trace's records: types and bounds, checked when a file is read.
 
-A recording may come from anybody, so every size here is bounded: a core makes its tables in these
-sizes. Fields that nothing reads are left out, and dropped from what is read.
+Recordings are untrusted, and a core allocates its tables in the sizes they state, so every size
+is bounded here. Fields that no code reads are not declared, and are dropped on reading.
 """
 
 from typing import Annotated, Literal, NotRequired, TypedDict
@@ -44,13 +44,13 @@ class ConfigRecord(TypedDict):
 
 
 class OracleRecord(TypedDict):
-    """What made the trace."""
+    """The program that made the trace."""
 
     pipeline_depth: Annotated[int, Meta(ge=1, le=8)]
 
 
 class RepetitionRecord(TypedDict):
-    """When repeated tokens end a request."""
+    """The limits at which repeated tokens end a request."""
 
     max_pattern_size: Count
     min_pattern_size: Count
@@ -77,7 +77,7 @@ class TracedRequest(TypedDict):
 
 
 class PlanRecord(TypedDict):
-    """What a step decided; only compared."""
+    """A step's decisions; only compared."""
 
     tokens: dict[str, Count]
     computed: dict[str, Count]
@@ -94,7 +94,7 @@ class PlanRecord(TypedDict):
 
 
 class OutputRecord(TypedDict):
-    """What a request got from a step."""
+    """A step's output for one request."""
 
     id: str
     tokens: Tokens
@@ -104,7 +104,7 @@ class OutputRecord(TypedDict):
 
 
 class UpdateRecord(TypedDict):
-    """A result, and what was made of it."""
+    """A step's result, and the core's output for the result."""
 
     of: Count
     sampled: dict[str, Tokens]
@@ -143,12 +143,12 @@ class StepRecord(TypedDict):
     update: NotRequired[UpdateRecord]
     drafts: NotRequired[dict[str, Tokens]]
     state: StateRecord
-    # In a recording: the requests of `add`.
+    # Only in recordings: the requests named in `add`.
     requests: NotRequired[dict[str, TracedRequest]]
 
 
 class LiveRecord(TypedDict):
-    """A live request of a snapshot; a running one has the fields that may be missing."""
+    """A live request of a snapshot; the optional fields are set for a running request."""
 
     status: str
     output: Tokens
@@ -198,7 +198,7 @@ class SnapshotRecord(TypedDict):
 
 
 class StartRecord(TypedDict):
-    """Where a recording begins that begins in the middle of a run."""
+    """The initial state of a recording that begins in the middle of a run."""
 
     step: Count
     state: SnapshotRecord
@@ -208,7 +208,7 @@ class StartRecord(TypedDict):
 
 
 class HeadRecord(TypedDict):
-    """All of a trace but its steps; with `steps` the whole of one."""
+    """A trace without its steps; with `steps`, the whole trace."""
 
     config: ConfigRecord
     oracle: OracleRecord

@@ -1,7 +1,7 @@
-"""A core's state as plain data: the part that a trace has after each step, and the whole.
+"""A core's state as plain data: the partial state that a trace has per step, and the full state.
 
-A recording that begins in the middle of a run begins with the whole state. Requests are named as in
-the recording, whose `requests` hold their specs.
+A recording that begins in the middle of a run begins with the full state. Requests have their names
+in the recording, whose `requests` hold their specs.
 """
 
 import base64
@@ -45,7 +45,7 @@ def take(state: SchedulerState, name_by_key: dict[int, str]) -> Record:
         "skipped": [name_by_key[request.key] for request in queues.skipped],
         "held": [name_by_key[request.key] for request in queues.held],
         "paused": [name_by_key[key] for key in queues.paused],
-        # In the order of their arrival.
+        # In order of arrival.
         "requests": {
             name_by_key[key]: _request_record(state, request)
             for key, request in state.requests.items()
@@ -60,7 +60,7 @@ def take(state: SchedulerState, name_by_key: dict[int, str]) -> Record:
 
 
 def restore(state: SchedulerState, snapshot: Record, spec_by_name: dict[str, NewRequest]) -> None:
-    """Bring a new core's state to what was taken; only rows may differ.
+    """Restore a snapshot into a new core; only row numbers may differ.
 
     Args:
         spec_by_name: every request of the snapshot.
@@ -87,7 +87,7 @@ def restore(state: SchedulerState, snapshot: Record, spec_by_name: dict[str, New
         state.queues.pause(requests[name])
     cached = [(base64.b64decode(digest), block_ids) for digest, block_ids in snapshot["cached"]]
     state.kv.pool.restore(snapshot["free_blocks"], held, cached)
-    # Ids of admissions that are over: their output in flight is stale, or is dropped.
+    # Fresh ids for past admissions, whose output in flight is stale or dropped.
     past = count(NO_ADMISSION - 1, -1)
     for record in snapshot["flights"]:
         state.flights.append(_restored_flight(state, record, requests, past))
@@ -188,7 +188,7 @@ def _restored_flight(
             rows.append(request.row)
             admission_ids.append(state.table.admission_id.item(request.row))
             continue
-        # One id for each step will do: what counts is whose output it is.
+        # A fresh id for each output is enough: only the request that it belongs to matters.
         rows.append(0)
         admission_ids.append(next(past))
         if request is not None:

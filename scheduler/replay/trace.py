@@ -1,9 +1,10 @@
 """The trace format: settings and requests of a run as JSON-able records, both ways.
 
-Read and written: what recordings of vLLM 0.27.1 have. Extensions, all optional: a step without
-`sched` (inputs came in another order than a step has), `now` in a step, `client` in a step (pairs
-of "pause" or "continue" and a request), `paused` and `held` in its state, `failed` in an update,
-`long_prefill_share` in the config, and in a request `deadline`, `output`, `eos_token_ids`.
+The fields of vLLM 0.27.1's recordings are read and written. Extensions, all optional: a step
+without `sched` (inputs arrived in another order than a step's), `now` in a step, `client` in a step
+(pairs of "pause" or "continue" and a request), `paused` and `held` in a step's state, `failed` in
+an update, `long_prefill_share` in the config, and `deadline`, `output` and `eos_token_ids` in a
+request.
 """
 
 from typing import Any
@@ -19,7 +20,7 @@ SCHEMA = "vllm-sched-trace/1"
 
 
 def header(config: SchedulerConfig, name: str) -> Record:
-    """The first record of a recording: all of a trace but its requests and steps."""
+    """The first record of a recording: a trace without its requests and steps."""
     return {
         "schema": SCHEMA,
         "name": name,

@@ -1,7 +1,7 @@
 """Runs a recorded workload under other settings.
 
 Requests arrive, become ready, are paused, continued and aborted at the same steps as in the
-recording, and sample the tokens of the recording, then token 0. Drafts are accepted at the
+recording. Their sampled tokens are those of the recording, then token 0. Drafts are accepted at the
 recording's rate. Steps are counted, not timed: a changed budget changes how long a step takes.
 """
 
@@ -20,14 +20,14 @@ from scheduler.replay.replay import apply_inputs
 from scheduler.replay.schema import HeadRecord
 from scheduler.replay.trace import Record, header, trace_config, trace_request
 
-# A run that needs this many times the recording's steps is taken to have no end.
+# A run that needs this many times the recording's steps is assumed to never end.
 MAX_STEPS_FACTOR = 50
 MIN_STEPS = 10_000
 
 
 @dataclass(frozen=True, slots=True)
 class RunOutcome:
-    """Totals of a run. Steps waited: from arrival to the first admission."""
+    """Totals of a run. Steps waited are counted from arrival to the first admission."""
 
     num_steps: int
     num_finished: int
@@ -48,7 +48,7 @@ def changed(config: SchedulerConfig, changes: Sequence[str]) -> SchedulerConfig:
     """Settings with `name=value` changes applied.
 
     Raises:
-        ValueError: no such setting, or no such value of it.
+        ValueError: there is no such setting, or the value is invalid.
     """
     types = get_type_hints(SchedulerConfig)
     values: dict[str, Any] = {}
@@ -154,7 +154,7 @@ class _Trial:
         self._config = config
         self._core = SchedulerCore(config)
         self._sums = _Sums()
-        self._number = 0  # of the step
+        self._number = 0  # the current step's number
         self._names: list[str] = []
         self._key_by_name: dict[str, int] = {}
         self._outputs = _outputs_by_name(trace)
@@ -176,7 +176,7 @@ class _Trial:
         ):
             step: Record = next(steps, {})
             if not step:
-                # No later record lifts a pause that the recording ended with.
+                # No record continues a request that is still paused at the recording's end.
                 self._core.set_pause(Pause.UNPAUSED)
                 for key in self._key_by_name.values():
                     self._core.continue_request(key)
@@ -196,7 +196,7 @@ class _Trial:
         self._names.append(name)
         self._key_by_name[name] = request.key
         self._sums.arrived(name, self._number)
-        # The core ignores what concerns a request that it refuses.
+        # The core ignores later events of a request that it has refused.
         if self._core.refusal(len(request.prompt_token_ids), request.max_tokens) is None:
             self._core.add_request(request, now)
 
@@ -246,7 +246,7 @@ class _Trial:
 
 
 def _live_at_start(trace: Record) -> dict[str, list[int]]:
-    """Tokens by request that were generated before a recording began in the middle of a run."""
+    """Tokens by request generated before the recording began in the middle of a run."""
     if "start" not in trace:
         return {}
     state = trace["start"]["state"]
