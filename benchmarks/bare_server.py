@@ -1,8 +1,7 @@
-"""`python -m benchmarks.bare_server`: an Inference service with nothing behind it.
+"""`python -m benchmarks.bare_server`: an Inference service without scheduler or worker.
 
-It writes as many messages of one token as were asked for, and decides nothing: what it costs is
-the floor under everything that a router can cost. With --step-ms all streams get a token at each
-step, as from one worker.
+The server writes max_tokens messages of one token and decides nothing, so its cost is a lower bound
+on a router's cost. With --step-ms all streams get a token at each step, as from one worker.
 """
 
 import asyncio
@@ -18,14 +17,14 @@ from headrace.v1 import common_pb2, inference_pb2, inference_pb2_grpc
 
 
 class BareInference(inference_pb2_grpc.InferenceServicer):
-    """headrace.v1.Inference, Generate only."""
+    """Implements only Generate of headrace.v1.Inference."""
 
     def __init__(self, step_s: float) -> None:
         self._step_s = step_s
         self._step: asyncio.Future[int] | None = None
 
     async def run(self) -> None:
-        """Let a step pass, until cancelled."""
+        """Ends a step every step time, until cancelled."""
         loop = asyncio.get_running_loop()
         due = loop.time()
         while self._step_s:
@@ -38,7 +37,7 @@ class BareInference(inference_pb2_grpc.InferenceServicer):
     async def Generate(  # noqa: N802
         self, request: inference_pb2.GenerateRequest, context: Any
     ) -> None:
-        """Messages of one token; the last with usage."""
+        """Messages of one token; the last message has the usage."""
         num_tokens = request.sampling.max_tokens
         for position in range(num_tokens):
             token_id = stamp() if self._step is None else await self._step
@@ -69,7 +68,7 @@ async def serve(step_s: float, process: ProcessConfig) -> None:
 @click.option("--step-ms", default=0.0, help="Between two tokens of a stream.")
 @click.option("--address-file", required=True)
 def main(step_ms: float, address_file: str) -> None:
-    """Answer until SIGTERM."""
+    """Serve until SIGTERM."""
     process = ProcessConfig(address_file=address_file)
     run("bare_server", process, serve(step_ms / 1000, process))
 

@@ -1,12 +1,12 @@
-"""`make bench-control`: what router and scheduler cost, with a worker that answers at once.
+"""`make bench-control`: the cost of router and scheduler, with a worker that answers at once.
 
-Everything runs as it does in service, each in its own process, but no model: whatever time is
-seen is the control plane's. Prints throughput of streams and of one-token requests and the latency
-that is added to a token; for each process, CPU time per token or request. Beside each stands the
-floor, what a bare gRPC server and the same client cost here. CPU times compare better than rates:
-a busy machine makes the same work slower, but hardly larger.
+Every service runs in its own process, as in production, but no model runs: all measured time is the
+control plane's. Prints the throughput of streams and of one-token requests, the latency added to a
+token, and each process's CPU time per token or request. Each figure stands beside its floor: the
+cost of a bare gRPC server with the same client. CPU times compare better than rates, because load
+on the machine lowers rates much more than it raises CPU time.
 
-With --soak N instead: N requests, one in twenty aborted, and how the memory of each process grows.
+With --soak N: N requests instead, one in twenty aborted; prints each process's memory growth.
 """
 
 import asyncio
@@ -47,7 +47,7 @@ async def streams(started: Started, num_clients: int, num_tokens: int) -> Result
 
 
 async def short_requests(started: Started, num_clients: int, num_requests: int) -> Result:
-    """Clients that ask for one token, again and again."""
+    """Clients that repeatedly ask for one token."""
     result: Result = {"clients": num_clients}
     num_sent = 0
 
@@ -65,7 +65,7 @@ async def short_requests(started: Started, num_clients: int, num_requests: int) 
 
 
 async def paced(started: Started, num_clients: int, num_tokens: int) -> Result:
-    """Streams at a steady pace; a token's age when its client has it is the added latency."""
+    """Streams at a steady pace; the added latency is a token's age when the client receives it."""
     ages: list[float] = []
 
     async def one(stub: Any) -> None:
@@ -83,13 +83,13 @@ async def paced(started: Started, num_clients: int, num_tokens: int) -> Result:
 async def _everywhere(
     ours: Deployment, num_clients: int, one: Callable[[Any], Awaitable[None]]
 ) -> None:
-    """So many clients at once, over all connections."""
+    """Run this many clients at once, over all connections."""
     stubs = ours.stubs
     await asyncio.gather(*(one(stubs[n % len(stubs)]) for n in range(num_clients)))
 
 
 async def run(num_tokens: int, num_requests: int, max_s: float) -> Result:
-    """Every measurement, printed as it comes."""
+    """Runs every measurement and prints each result at once."""
     results: Result = {}
     num_fast, num_slow = int(max_s / 0.020), int(max_s / 0.050)
     for title, measurement in (
@@ -109,7 +109,7 @@ async def run(num_tokens: int, num_requests: int, max_s: float) -> Result:
 
 
 def shown(title: str, result: Result) -> str:
-    """For people: a line of counts, and one for each of what has parts."""
+    """Formats a result for people: a line of counts, then a line for each nested result."""
     counts = (f"{value} {name}" for name, value in result.items() if not isinstance(value, dict))
     lines = [f"{title}: {', '.join(counts)}"]
     for name, parts in result.items():

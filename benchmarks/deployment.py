@@ -1,4 +1,4 @@
-"""Our services as they run in service, each its own process, with a worker that runs no model."""
+"""The services as in production, each in its own process, with a worker that runs no model."""
 
 import asyncio
 import subprocess
@@ -19,12 +19,12 @@ from headrace.service.children import tied_to_us
 from headrace.status.embedded import EmbeddedStore
 from headrace.v1 import inference_pb2, inference_pb2_grpc
 
-# Several connections, as several clients have; HTTP/2 limits the streams of one.
+# Several connections, as with several clients; HTTP/2 limits the streams of a connection.
 _NUM_CONNECTIONS = 8
 
 
 class Deployment:
-    """Processes, and the stubs of clients that talk to one of them."""
+    """The service processes, and client stubs connected to one of them."""
 
     def __init__(self, folder: Path) -> None:
         self._folder = folder
@@ -34,7 +34,7 @@ class Deployment:
         self.stubs: list[Any] = []
 
     def start(self, module: str, *flags: str) -> str:
-        """Start a program of ours; returns its address."""
+        """Start one of Headrace's programs; returns its address."""
         name = module.rpartition(".")[2]
         file = self._folder / f"{name}.address"
         command = [sys.executable, "-m", module, "--address-file", str(file), *flags]
@@ -49,7 +49,7 @@ class Deployment:
         return file.read_text()
 
     def connect(self, address: str) -> None:
-        """Open a client's connections."""
+        """Open the client's connections."""
         options = [("grpc.use_local_subchannel_pool", 1)]
         self._channels = [
             grpc.aio.insecure_channel(address, options=options) for _ in range(_NUM_CONNECTIONS)
@@ -57,7 +57,7 @@ class Deployment:
         self.stubs = [inference_pb2_grpc.InferenceStub(channel) for channel in self._channels]
 
     async def stop(self) -> None:
-        """Close the connections and end the processes, the last one first."""
+        """Close the connections and end the processes in reverse order of their start."""
         for channel in self._channels:
             await channel.close()
         for child in reversed(self._children):
@@ -65,7 +65,7 @@ class Deployment:
             child.wait(30)
 
     def cpu_s(self) -> dict[str, float]:
-        """CPU time of each process, and of this one, the client."""
+        """CPU time of each service process and of this process, the client."""
         processes = self.processes | {"client": psutil.Process()}
         times = {name: process.cpu_times() for name, process in processes.items()}
         return {name: t.user + t.system for name, t in times.items()}
@@ -78,7 +78,7 @@ class Deployment:
     def measured(
         self, result: dict[str, Any], unit: str, count: Callable[[], int]
     ) -> Iterator[None]:
-        """Adds number, rate and CPU microseconds per unit of what runs inside."""
+        """Measures the `with` body: adds count, rate and CPU microseconds per unit."""
         before, began = self.cpu_s(), time.perf_counter()
         yield
         elapsed_s, total = time.perf_counter() - began, max(1, count())
@@ -98,7 +98,7 @@ async def deployment(
     num_kv_blocks: int = 200_000,
     has_store: bool = False,
 ) -> AsyncIterator[Deployment]:
-    """Everything started, and a model ready."""
+    """All services, started and with a model ready."""
     async with AsyncExitStack() as stack:
         folder = Path(stack.enter_context(tempfile.TemporaryDirectory()))
         ours = Deployment(folder)
@@ -123,7 +123,7 @@ async def deployment(
 
 @asynccontextmanager
 async def bare_server(step_ms: float = 0.0) -> AsyncIterator[Deployment]:
-    """The floor: a server of the same library that does nothing but write."""
+    """The floor: a server on the same gRPC library that only writes messages."""
     with tempfile.TemporaryDirectory() as folder:
         ours = Deployment(Path(folder))
         try:
@@ -134,7 +134,7 @@ async def bare_server(step_ms: float = 0.0) -> AsyncIterator[Deployment]:
 
 
 def request(max_tokens: int, request_id: str = "") -> inference_pb2.GenerateRequest:
-    """Four prompt tokens, and exactly max_tokens to come."""
+    """A request with four prompt tokens that generates exactly max_tokens."""
     return inference_pb2.GenerateRequest(
         request_id=request_id,
         token_ids={"ids": [1, 2, 3, 4]},
@@ -148,7 +148,7 @@ async def _has_workers(stub: Any, num_workers: int) -> bool:
 
 
 def _write_model(folder: Path) -> Path:
-    """The smallest model folder that a router takes."""
+    """Writes the smallest model folder that a router accepts."""
     from tokenizers import Tokenizer, decoders, models, pre_tokenizers
 
     alphabet = sorted(pre_tokenizers.ByteLevel.alphabet())

@@ -1,8 +1,8 @@
-"""`make bench-drafts`: what speculation is worth here, with the small real model.
+"""`make bench-drafts`: the speed-up by speculation on this machine, with a small real model.
 
-The same prompts go one by one through a pool without drafts and through one with; greedy answers
-must be the same. A prompt that repeats itself shows the best that prompt lookup can do, a free one
-what it costs or saves elsewhere.
+The same prompts run one by one through a pool without drafts and through a pool with drafts; the
+greedy answers must be equal. A repetitive prompt shows the best case of prompt lookup, an ordinary
+prompt its cost or gain otherwise.
 """
 
 import asyncio
@@ -22,7 +22,7 @@ PROMPTS = {
     "repetitive": "The wheel turns, the river runs, and the stones grind the miller's rye. " * 6,
     "free": "Once upon a time, in a mill by the river, there lived a miller who",
 }
-# Each prompt is timed so often; the fastest counts, as whatever else runs only makes it slower.
+# Runs per prompt; the fastest counts, because other load on the machine only adds time.
 _NUM_RUNS = 3
 
 
@@ -36,20 +36,20 @@ class Answer:
 
 @dataclass(frozen=True, slots=True)
 class Comparison:
-    """One prompt without and with drafts."""
+    """One prompt, run without and with drafts."""
 
     plain: Answer
     drafted: Answer
 
     @property
     def speed_up(self) -> float:
-        """How many times shorter a token takes; NaN where an answer has one token."""
+        """Ratio of time per token without to with drafts; NaN for an answer of one token."""
         plain, drafted = self.plain.figures.tpot_s, self.drafted.figures.tpot_s
         return plain / drafted if plain and drafted else float("nan")
 
     @property
     def acceptance(self) -> float:
-        """The part of all verified drafts that were right; NaN where there were none."""
+        """Accepted drafts / verified drafts; NaN without drafts."""
         figures = self.drafted.figures
         total = figures.num_draft_tokens
         return figures.num_accepted_draft_tokens / total if total else float("nan")
@@ -58,10 +58,10 @@ class Comparison:
 async def compare(
     model: str, num_spec_tokens: int, max_tokens: int, num_runs: int = _NUM_RUNS
 ) -> dict[str, Comparison]:
-    """Both pools, one after the other, over all prompts.
+    """Runs all prompts through both pools, one pool after the other.
 
     Raises:
-        LocalError, ModelFilesError: the model or a service is not to be had.
+        LocalError, ModelFilesError: the model or a service is not available.
     """
     plain = await _answers(model, 0, max_tokens, num_runs)
     drafted = await _answers(model, num_spec_tokens, max_tokens, num_runs)
@@ -97,7 +97,7 @@ async def _answer(client: HeadraceClient, prompt: str, max_tokens: int, num_runs
 
 
 def table(comparisons: Mapping[str, Comparison]) -> str:
-    """The comparisons for a person."""
+    """Formats the comparisons for a person."""
     head = f"{'prompt':<12}{'tokens':>8}{'TPOT ms':>10}{'drafted':>10}{'speed-up':>10}"
     lines = [f"{head}{'drafts':>9}{'right':>8}{'same text':>11}"]
     for name, comparison in comparisons.items():

@@ -1,4 +1,4 @@
-"""`make bench`: starts everything on this machine, loads it in three ways, stops everything."""
+"""`make bench`: starts all services on this machine, applies three loads, stops the services."""
 
 import asyncio
 import json
@@ -19,7 +19,7 @@ SAMPLE = Path(__file__).parent / "data" / "sample_conversations.jsonl"
 
 def loads(max_s: float) -> list[Load]:
     """A closed loop, an open loop and a trace, each for at most max_s seconds."""
-    # Seeds differ: a prompt that came before would lie in the prefix cache.
+    # Seeds differ, so that no prompt of an earlier load is in the prefix cache.
     shape: dict[str, Any] = {
         "prompt_tokens": 64,
         "output_tokens": 32,
@@ -34,7 +34,7 @@ def loads(max_s: float) -> list[Load]:
 
 
 async def run(model: str, max_s: float, worker_flags: list[str]) -> dict[str, object]:
-    """The figures of each load, by title; printed as they come."""
+    """The figures of each load, by title; each is printed at once."""
     config = LocalConfig(
         model_path=resolve(model), model_name=Path(model).stem, worker_flags=worker_flags
     )
@@ -55,7 +55,7 @@ async def run(model: str, max_s: float, worker_flags: list[str]) -> dict[str, ob
 def main(
     model: str, max_seconds: float, worker_flags: tuple[str, ...], json_file: Path | None
 ) -> None:
-    """Measure everything together on this machine."""
+    """Measure all services together on this machine."""
     os.environ.setdefault("HEADRACE_PARENT_DEATH", "1")
     try:
         results = asyncio.run(run(model, max_seconds, list(worker_flags)))

@@ -1,9 +1,9 @@
-"""What a run amounts to: latencies by percentile, throughput, errors; as a table and as JSON.
+"""A run's figures: latencies by percentile, throughput, errors; as a table and as JSON.
 
 TTFT: arrival to first token. TPOT: (E2E - TTFT) / (n - 1), for requests of two tokens or more.
 ITL: gap between two tokens as the client sees them; tokens of one message have gaps of 0.
-E2E: arrival to last token. Arrival is when the request was due, so a generator that falls behind
-shows in the figures and does not hide.
+E2E: arrival to last token. Arrival is when the request was due, so a load generator that falls
+behind raises the measured latencies.
 """
 
 import math
@@ -16,7 +16,7 @@ PERCENTILES = (50, 90, 99)
 
 @dataclass(slots=True)
 class Timing:
-    """One request: when it was due and what came when, all in seconds on one clock.
+    """One request: its due time and the times of its tokens, all in seconds on one clock.
 
     token_times has an entry per message: (when, number of tokens). error is "" for success.
     """
@@ -43,7 +43,7 @@ class Timing:
 
     @property
     def gaps_s(self) -> list[float]:
-        """Between each token and the one before; num_tokens - 1 of them."""
+        """Gaps between consecutive tokens; num_tokens - 1 of them."""
         gaps: list[float] = []
         before = math.nan
         for when, count in self.token_times:
@@ -55,7 +55,7 @@ class Timing:
 
 @dataclass(frozen=True, slots=True)
 class Spread:
-    """Mean, percentiles and maximum of a figure, in its own unit; nan when there is no value."""
+    """Mean, percentiles and maximum, in the figure's unit; nan when there is no value."""
 
     mean: float
     percentiles: dict[int, float]
@@ -110,7 +110,7 @@ def spread_of(values: Sequence[float]) -> Spread:
 
 
 def figures_of(timings: Sequence[Timing], duration_s: float) -> Figures:
-    """What the requests of a run amount to; failed ones count in `errors` only."""
+    """Summarizes the requests of a run; failed requests count only in `errors`."""
     good = [timing for timing in timings if not timing.error]
     long = [timing for timing in good if timing.num_tokens > 1]
     seconds = {
@@ -134,7 +134,7 @@ def figures_of(timings: Sequence[Timing], duration_s: float) -> Figures:
 
 
 def table(title: str, figures: Figures) -> str:
-    """The figures for a person."""
+    """Formats the figures for a person."""
     head = ["mean", *(f"p{percent}" for percent in PERCENTILES), "max"]
     lines = [title, f"{'ms':>6}" + "".join(f"{name:>11}" for name in head)]
     for name, spread in figures.latencies_ms.items():
@@ -153,7 +153,7 @@ def table(title: str, figures: Figures) -> str:
 
 
 def as_json(figures: Figures) -> dict[str, object]:
-    """The figures for a program; what has no value is null."""
+    """The figures as JSON values; a figure without a value is null."""
     return {
         "duration_s": figures.duration_s,
         "num_requests": figures.num_requests,

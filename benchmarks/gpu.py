@@ -1,10 +1,10 @@
-"""What Headrace makes of the GPU that is here: `make bench-gpu`.
+"""`make bench-gpu`: Headrace's speed on this machine's GPU.
 
-Prints copy bandwidth and matrix peak as measured, attention and the other kernels as shares of
-them, and whole models in tokens a second beside other engines that are installed; the same goes to
-build/bench-gpu.json and build/bench-gpu.md. Without a GPU nothing is measured and the exit status
-is 2; --dry-run goes through everything on a CPU, in tiny sizes, to show that it works: its figures
-mean nothing, and go to build/dry-run.
+Prints the measured copy bandwidth and matrix peak, attention and other kernels as shares of these,
+and whole models in tokens per second beside other installed engines. The results are also written
+to build/bench-gpu.json and build/bench-gpu.md. Without a GPU nothing is measured and the exit
+status is 2. --dry-run runs every benchmark on a CPU, in tiny sizes, to show that the code works;
+its figures mean nothing and are written to build/dry-run.
 """
 
 import argparse
@@ -62,7 +62,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
     for table in _tables(machine, peaks, options.only):
         print(table.text() + "\n", flush=True)
         tables.append(table)
-    # Apart, so that it never takes the place of what a GPU gave.
+    # A dry run has its own files, so that it never overwrites a GPU's results.
     _write(options.out or (_DRY_OUT if machine.is_dry else _OUT), name, peaks, tables)
     return 0
 
@@ -82,7 +82,7 @@ def _tables(machine: Machine, peaks: Peaks, only: str | None) -> Iterator[Table]
 
 
 def flashinfer() -> Callable[[AttentionSetup, Machine], AttentionBackend] | None:
-    """Makes FlashInfer's attention, where it is installed."""
+    """A factory of FlashInfer's attention, or None if FlashInfer is unavailable."""
     try:
         library = load()
     except FlashInferUnavailableError:

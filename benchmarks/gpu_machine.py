@@ -1,7 +1,7 @@
-"""The GPU that is measured, and how: what copies and products reach, and a timer without the host.
+"""The GPU under test: its measured copy and matrix peaks, and a timer that excludes the host.
 
-A dry run has a stand-in: the kernels run under Triton's interpreter on a CPU, in tiny sizes, and
-every call is made once. Its times mean nothing; it shows that what is measured works.
+A dry run replaces the GPU: the kernels run under Triton's interpreter on a CPU, in tiny sizes, and
+every call is made once. The times of a dry run mean nothing; it shows that the benchmarks work.
 """
 
 import statistics
@@ -20,19 +20,19 @@ GIGA, TERA = 1e9, 1e12
 
 
 class Timer(Protocol):
-    """Times calls that start work on the device."""
+    """Times calls that launch work on the device."""
 
-    num_calls: int  # how often a call is made back to back
+    num_calls: int  # calls made back to back
 
     def seconds(self, call: Callable[[], object]) -> float:
-        """Of one call."""
+        """Seconds of one call."""
 
 
 class GraphTimer(Timer):
-    """Times what is launched, without the host: several calls captured in one CUDA graph.
+    """Times device work without the host: several calls captured in one CUDA graph.
 
     Args:
-        repeats: replays of which the median counts.
+        repeats: number of replays; the median counts.
     """
 
     num_calls = 10
@@ -59,7 +59,7 @@ class GraphTimer(Timer):
 
 
 class OneCall(Timer):
-    """The dry run's: makes the call once, by the wall clock."""
+    """The dry run's timer: makes the call once and reads the wall clock."""
 
     num_calls = 1
 
@@ -71,7 +71,7 @@ class OneCall(Timer):
 
 @dataclass(frozen=True, slots=True)
 class Machine:
-    """What is measured; dtype is the models', float8 None where it has none."""
+    """The device under test; dtype is the models', float8 is None where unsupported."""
 
     name: str
     device: torch.device
@@ -82,7 +82,7 @@ class Machine:
     is_dry: bool
 
     def free_bytes(self) -> int:
-        """Memory that is left on it."""
+        """Free memory of the device."""
         if self.is_dry:
             return 1 << 40
         torch.cuda.empty_cache()
@@ -91,7 +91,7 @@ class Machine:
 
 @dataclass(frozen=True, slots=True)
 class Peaks:
-    """Measured: bytes moved a second (read plus written), operations a second."""
+    """Measured peaks: bytes moved per second (read plus written), operations per second."""
 
     copy: float
     matrix: float
@@ -101,7 +101,7 @@ class Peaks:
 
 
 def gpu(repeats: int) -> Machine:
-    """The GPU that is here."""
+    """This machine's GPU."""
     device = torch.device("cuda", torch.cuda.current_device())
     target = detect(device)
     return Machine(
@@ -116,7 +116,7 @@ def gpu(repeats: int) -> Machine:
 
 
 def dry() -> Machine:
-    """A CPU in its place; the interpreter computes bfloat16 wrongly, so models are float32."""
+    """A CPU as stand-in; models are float32, as the interpreter computes bfloat16 wrongly."""
     return Machine(
         "dry run",
         torch.device("cpu"),

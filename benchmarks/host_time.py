@@ -1,16 +1,16 @@
-"""What a step costs the worker's host: Python from a plan's message to its launch, and attention.
+"""A step's cost on the worker's host: Python from a plan's message to its launch, and attention.
 
     python -m benchmarks.host_time [--num-seqs 256] [--steps 2000] [--json FILE]
 
-Rows, work lists of attention, packing and the sampler's bookkeeping are real; the model is a graph
-that does nothing, and the kernels do nothing. So it runs without a GPU: what a GPU adds are some
-dozen launches behind the graph's, while the device is at work.
+Rows, work lists of attention, packing and the sampler's bookkeeping are real; the model is an empty
+graph, and the kernels do nothing. So the benchmark runs without a GPU. A GPU adds about a dozen
+launches after the graph's, while the device is working.
 
-parse is from the message to columns, prepare from there to the graph's replay; their sum is what
-the device would wait for. rest is what `launch` does behind it, finish reads the tokens.
+parse is the time from the message to columns, prepare from the columns to the graph's replay; the
+device would wait for their sum. rest is `launch` after the replay, finish reads the tokens.
 
-Attention is measured for a worker on the CPU, one layer of SmolLM2-135M on one thread: by the
-compiled kernel, which is used wherever a compiler is, and by torch.
+Attention is measured for a worker on the CPU, one layer of SmolLM2-135M on one thread: with the
+compiled kernel, which a worker uses if a compiler is installed, and with torch.
 """
 
 import contextlib
@@ -52,15 +52,15 @@ from headrace.v1 import common_pb2, gpuworker_pb2
 GOAL_US = 150
 CPU = torch.device("cpu")
 BLOCK_SIZE = 64
-# Tensors are as small as can be: their arithmetic would be the device's.
+# Tensors are as small as possible, because their arithmetic would run on the device.
 VOCAB_SIZE = 64
-# What work lists are cut for.
+# The GPU that work lists are split for.
 GPU = Target("sm90", 132)
 _PARTS = ("parse", "prepare", "parse + prepare", "rest", "finish", "all")
 
 
 class StubModel:
-    """A decoder, a recorder of graphs and the graphs: notes when one is replayed."""
+    """A stub for decoder, graph recorder and graphs: notes the time of each replay."""
 
     def __init__(self) -> None:
         self.device = CPU
@@ -82,7 +82,7 @@ class StubModel:
 
 
 class StubOps:
-    """Kernels that take no time and always choose token 1."""
+    """Kernels that do nothing and always sample token 1."""
 
     def __init__(self, max_num_samples: int) -> None:
         self._tokens = torch.ones(max_num_samples, dtype=torch.int32)
@@ -133,7 +133,7 @@ def make_runner(num_seqs: int, model: StubModel) -> ModelRunner:
 
 
 def messages(num_seqs: int, num_steps: int) -> Iterator[gpuworker_pb2.StepPlan]:
-    """Prompts, one a step, then decodes of all rows; a row gets a block at each boundary."""
+    """Plans: prompts, one per step, then decodes of all rows; each block boundary adds a block."""
     rng = np.random.default_rng(0)
     lengths = rng.integers(500, 1500, num_seqs).astype(np.int32)
     free = iter(range(1, 1 << 30))
@@ -155,7 +155,7 @@ def messages(num_seqs: int, num_steps: int) -> Iterator[gpuworker_pb2.StepPlan]:
             appended_block_rows=pack_int32(np.full(held[row], row, dtype=np.int32)),
             appended_block_ids=pack_int32(_taken(free, held[row])),
             rows=pack_int32(np.array([row], dtype=np.int32)),
-            # The stub runs no prefill: all but the last token are there.
+            # The stub runs no prefill: all tokens but the last count as computed.
             num_computed_tokens=pack_int32(np.array([length - 1], dtype=np.int32)),
             num_scheduled_tokens=pack_int32(one[:1]),
         )
@@ -179,7 +179,7 @@ def _taken(free: Iterator[int], count: int) -> np.ndarray:
 
 
 def measure(num_seqs: int, num_steps: int) -> dict[str, np.ndarray]:
-    """Microseconds of each step's parts, one step ahead as a GPU worker has it."""
+    """Microseconds of each step's parts; one step is launched ahead, as on a GPU worker."""
     model = StubModel()
     runner = make_runner(num_seqs, model)
     clock = time.perf_counter
@@ -198,7 +198,7 @@ def measure(num_seqs: int, num_steps: int) -> dict[str, np.ndarray]:
         pending = step
         parts = (parsed - received, model.replayed_s - parsed, launched - model.replayed_s)
         times.append((*parts, finished - launched))
-    # The first decodes make what the others find.
+    # The first decodes are a warm-up: they fill caches that later decodes use.
     table = np.array(times[num_seqs + num_steps // 10 :]).T * 1e6
     parse, prepare, rest, finish = table
     columns = (parse, prepare, parse + prepare, rest, finish, table.sum(0))
@@ -215,7 +215,7 @@ _ATTENTION_STEPS = {
 
 
 def measure_attention(requests: Sequence[tuple[int, int]]) -> dict[str, float]:
-    """CPU milliseconds of one layer, the least of several, by the compiled kernel and by torch."""
+    """CPU milliseconds of one layer, minimum of several runs: compiled kernel and torch."""
     num_heads, dtype = 9, torch.float32
     queries, seq_lens = (np.array(column, dtype=np.int32) for column in zip(*requests, strict=True))
     num_blocks = -(-seq_lens // 16)
@@ -226,7 +226,7 @@ def measure_attention(requests: Sequence[tuple[int, int]]) -> dict[str, float]:
     step = StepShape(
         query_start_loc=np.concatenate(([0], np.cumsum(queries))).astype(np.int32),
         seq_lens=seq_lens,
-        # Nothing is written.
+        # No key or value is written.
         slot_mapping=np.zeros(num_tokens, dtype=np.int64),
         block_table=table,
         num_padded_tokens=num_tokens,

@@ -1,8 +1,8 @@
 """`python -m benchmarks.instant_worker`: a gpuworker that answers at once and runs no model.
 
-Each token it samples is the time at which it did, in units of 10 microseconds, so that whoever
-reads the token knows its age. With --step-ms every step takes that long, as a real one would; of
-several workers in this process each then has its own part of that time to answer in.
+Each sampled token id is the time of sampling, in units of 10 microseconds, so that a client can
+compute the token's age. With --step-ms every step takes that long, as a real step would; several
+workers in this process then answer at different offsets within the step time.
 """
 
 import asyncio
@@ -22,29 +22,29 @@ from headrace.v1 import common_pb2, gpuworker_pb2, gpuworker_pb2_grpc
 
 MODEL = "instant"
 STAMPS_PER_S = 100_000
-# The largest that a scheduler takes; token ids are time stamps, and wrap after 168 s.
+# The largest vocabulary a scheduler accepts; token ids are time stamps that wrap after 168 s.
 VOCAB_SIZE = 2**24
 MAX_NUM_SEQS = 1024
 
 
 def stamp() -> int:
-    """Now, as a token id."""
+    """The current time as a token id."""
     return int(time.time() * STAMPS_PER_S) % VOCAB_SIZE
 
 
 def age_s(token_id: int) -> float:
-    """How long ago a token was sampled."""
+    """The time since a token was sampled."""
     return (stamp() - token_id) % VOCAB_SIZE / STAMPS_PER_S
 
 
 class Rows:
-    """How many tokens each row has; enough to know whose prompt is complete."""
+    """The number of tokens of each row, which tells the rows with a complete prompt."""
 
     def __init__(self) -> None:
         self._num_tokens: NDArray[np.int64] = np.zeros(MAX_NUM_SEQS, np.int64)
 
     def step(self, plan: gpuworker_pb2.StepPlan) -> gpuworker_pb2.StepResult:
-        """A token for each row that has reached its end."""
+        """Samples a token for each row whose tokens are all computed."""
         for request in plan.row_requests:
             self._num_tokens[request.row] = len(request.token_ids) // 4
         rows = unpack_int32(plan.rows, "rows")
@@ -62,12 +62,12 @@ class Rows:
 
 
 class InstantWorker(gpuworker_pb2_grpc.GpuWorkerServicer):
-    """headrace.v1.GpuWorker."""
+    """Implements headrace.v1.GpuWorker."""
 
     def __init__(
         self, worker_id: str, num_kv_blocks: int, *, step_s: float, offset_s: float
     ) -> None:
-        """Steps end at multiples of step_s, and offset_s."""
+        """Steps end at multiples of step_s plus offset_s."""
         self._worker_id = worker_id
         self._num_kv_blocks = num_kv_blocks
         self._step_s = step_s
@@ -75,7 +75,7 @@ class InstantWorker(gpuworker_pb2_grpc.GpuWorkerServicer):
         self._incarnation = uuid.uuid4().hex
 
     async def Describe(self, _request: Any, _context: Any) -> gpuworker_pb2.DescribeResponse:  # noqa: N802
-        """A large worker."""
+        """Describes a large worker."""
         return gpuworker_pb2.DescribeResponse(
             worker=common_pb2.Worker(
                 worker_id=self._worker_id,
@@ -97,7 +97,7 @@ class InstantWorker(gpuworker_pb2_grpc.GpuWorkerServicer):
     async def Execute(  # noqa: N802
         self, plans: AsyncIterator[gpuworker_pb2.StepPlan], _context: Any
     ) -> AsyncIterator[gpuworker_pb2.StepResult]:
-        """One result for each plan."""
+        """Returns one result for each plan."""
         rows = Rows()
         async for plan in plans:
             if self._step_s:
@@ -132,7 +132,7 @@ async def serve(
 @click.option("--num-kv-blocks", default=200_000, help="Of each.")
 @click.option("--address-file", required=True)
 def main(step_ms: float, num_workers: int, num_kv_blocks: int, address_file: str) -> None:
-    """Answer plans until SIGTERM; the file gets the addresses, with commas between them."""
+    """Answer plans until SIGTERM; writes the addresses, comma-separated, to the file."""
     process = ProcessConfig(address_file=address_file)
     run("instant_worker", process, serve(step_ms / 1000, num_workers, num_kv_blocks, process))
 

@@ -1,6 +1,6 @@
-"""What the GPU kernels make of a device: attention, and the passes between products.
+"""The efficiency of the GPU kernels: attention, and the passes between matrix products.
 
-Every share is of something measured on the same device in the same run. Kernels are checked
+Every share is relative to a peak measured on the same device in the same run. Kernels are checked
 against the reference before they are timed.
 """
 
@@ -34,7 +34,7 @@ PAGE = 64
 
 @dataclass(frozen=True, slots=True)
 class Heads:
-    """What of a model its attention depends on."""
+    """The model parameters that attention depends on."""
 
     num_heads: int
     num_kv_heads: int
@@ -46,7 +46,7 @@ class Heads:
 
 @dataclass(frozen=True, slots=True)
 class Load:
-    """Requests of one step: equally many queries over equally long contexts."""
+    """Requests of one step, all with the same number of queries and the same context length."""
 
     num_reqs: int
     num_queries: int
@@ -55,7 +55,7 @@ class Load:
 
 @dataclass(frozen=True, slots=True)
 class Loads:
-    """What is measured; checks come first and are compared with the reference."""
+    """The shapes to time; `checks` run first and are compared with the reference."""
 
     checks: tuple[Load, ...]
     decodes: tuple[Load, ...]
@@ -96,7 +96,7 @@ class AttentionRun:
         self.shape = _step_shape(load)
         num_blocks = load.num_reqs * self.shape.block_table.shape[1] + 1
         size = (num_blocks, heads.num_kv_heads, PAGE, heads.head_dim)
-        # As the layers of a model: by the time a pool is read again, no cache holds it.
+        # One pool per layer, as in a model: no cache holds a pool until its next use.
         pool_bytes = 2 * math.prod(size) * kv_dtype.itemsize
         num_layers = min(-(-_COLD_BYTES // pool_bytes), machine.timer.num_calls)
 
@@ -119,7 +119,7 @@ class AttentionRun:
             max_num_batched_tokens=self.shape.num_tokens,
             max_model_len=load.seq_len,
         )
-        # Kept: graphs read its buffers.
+        # The backend is kept alive, because graphs read its buffers.
         self.backend = (make or _triton)(setup, machine)
         self.step: PreparedStep = self.backend.prepare(self.shape)
 
@@ -130,7 +130,7 @@ class AttentionRun:
         return self.step.attend(self.query, kv, self.layer)
 
     def error(self) -> float:
-        """Largest difference from the reference, over the first layer."""
+        """Largest difference from the reference, in the first layer."""
         kv = self._layers[0]
         expected = ReferenceAttention().prepare(self.shape).attend(self.query, kv, self.layer)
         ours = self.step.attend(self.query, kv, self.layer)
@@ -164,7 +164,7 @@ def attention_tables(
     kv_dtype: torch.dtype,
     make_peer: Callable[[AttentionSetup, Machine], AttentionBackend] | None = None,
 ) -> list[Table]:
-    """Decodes, verifies and prefills of a kind of heads, beside a peer's where there is one.
+    """Times decodes, verifies and prefills for one head layout, beside a peer if installed.
 
     Raises:
         SystemExit: the kernels are wrong.
@@ -209,7 +209,7 @@ def attention_tables(
 
 
 def op_table(machine: Machine, peaks: Peaks) -> Table:
-    """Other kernels by the bytes that they must move."""
+    """Times other kernels, as shares of the bandwidth for the bytes that they must move."""
     table = Table(
         "other kernels, share of copy bandwidth (few rows stay in the cache)",
         ("kernel", "rows", "us", "share %"),
@@ -226,7 +226,7 @@ def op_table(machine: Machine, peaks: Peaks) -> Table:
     return table
 
 
-# By name: a call, and the bytes that it must read and write.
+# By name: a call, and the bytes that the call must read and write.
 _Calls = dict[str, tuple[Callable[[], object], int]]
 
 
@@ -261,7 +261,7 @@ def _layer_calls(machine: Machine, num_tokens: int) -> _Calls:
 
 
 class _Slots(PreparedStep):
-    """A step of which only the slots are known: the first ones."""
+    """A step that defines only slots, the first of the pool."""
 
     def __init__(self, num_tokens: int, device: torch.device) -> None:
         self._slots = torch.arange(num_tokens, device=device, dtype=torch.int32)

@@ -1,9 +1,9 @@
-"""Finds attention's tile sizes for the GPU that is here, and prints lines for the table.
+"""Finds attention's tile sizes for this machine's GPU, and prints lines for the table.
 
-Each candidate is timed on loads of its kind; those that do not compile, spill into time or are
-wrong lose by themselves. What is printed goes into `TUNED` of gpuworker/attention/triton/configs.py
-as it is: lines that begin with # say what was gained. --dry-run tries a few candidates on a CPU,
-in tiny sizes, and measures nothing.
+Each candidate is timed on loads of its kind. A candidate that does not compile is skipped, a wrong
+result counts as infinite time, and register spills show in the time. The printed lines go unchanged
+into `TUNED` of gpuworker/attention/triton/configs.py; lines that begin with # state the gain.
+--dry-run tries a few candidates on a CPU, in tiny sizes, and measures nothing.
 
     python -m benchmarks.kernels_tune --heads 32 8 128
 """
@@ -43,7 +43,7 @@ LOADS: dict[Kind, tuple[Load, ...]] = {
 CHECKS: dict[Kind, Load] = {"decode": Load(2, 1, 700), "chunk": Load(2, 150, 300)}
 TINY: dict[Kind, Load] = {"decode": Load(1, 1, 65), "chunk": Load(1, 40, 40)}
 TOLERANCE = 2e-2
-# A candidate must beat the rule by this to be worth a line.
+# A candidate must beat the rule by this factor to be worth a line.
 GAIN = 0.02
 _DRY_CANDIDATES = 2
 
@@ -69,7 +69,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
 
 
 def _tune(machine: Machine, heads: Heads, kind: Kind, kv_dtype: torch.dtype) -> str:
-    """What was gained, and the table's line unless the rule is as good."""
+    """The gain, and the table's line unless the rule is as good."""
     group = heads.num_heads // heads.num_kv_heads
     kv_type = "float8" if kv_dtype in FLOAT8_TYPES else "wide"
     target = machine.target
@@ -101,7 +101,7 @@ def _tune(machine: Machine, heads: Heads, kind: Kind, kv_dtype: torch.dtype) -> 
 
 
 def table_line(key: ConfigKey, config: TileConfig) -> str:
-    """An entry of TUNED, as the formatter would have it."""
+    """An entry of TUNED, as the formatter would write it."""
     arguments = f'"{key.arch}", {key.head_dim}, {key.group}, {key.page}'
     tile = f"{config.block_m}, {config.block_n}, {config.num_warps}, {config.num_stages}"
     return (
@@ -112,7 +112,7 @@ def table_line(key: ConfigKey, config: TileConfig) -> str:
 
 
 def _seconds(machine: Machine, heads: Heads, kind: Kind, kv_dtype: torch.dtype) -> float:
-    """Time over the loads of a kind; infinite where the result is wrong."""
+    """Total time over the loads of a kind; infinite where the result is wrong."""
     check, loads = CHECKS[kind], LOADS[kind]
     if machine.is_dry:
         check, loads = TINY[kind], (TINY[kind],)

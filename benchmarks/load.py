@@ -1,11 +1,11 @@
-"""Loads a running Inference endpoint and says how it did.
+"""Applies a load to a running Inference endpoint and prints the figures.
 
     python -m benchmarks.load --target 127.0.0.1:8700 --clients 8
     python -m benchmarks.load --target 127.0.0.1:8700 --rate 4 --max-seconds 60
     python -m benchmarks.load --target 127.0.0.1:8700 --trace azure_conv_2023.csv --speed 5
 
-A closed loop keeps N clients busy, each with one request at a time. An open loop sends at its own
-times, whatever the server does: `--rate` at random (Poisson), `--trace` as recorded.
+A closed loop keeps N clients busy, each with one request at a time. An open loop sends at times
+that do not depend on the server: `--rate` at random (Poisson), `--trace` as recorded.
 """
 
 import asyncio
@@ -33,17 +33,17 @@ from benchmarks.workloads import (
 from headrace.client import ChannelConfig, HeadraceClient, Sampling, ServiceError
 from headrace.vocabulary import FinishReason
 
-# An open loop beyond this many requests at once is a server that has stopped answering.
+# With more concurrent requests than this, an open loop's server has stopped answering.
 _MAX_IN_FLIGHT = 4096
 _FAILED = {FinishReason.ABORTED, FinishReason.ERROR, FinishReason.DEADLINE}
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Load:
-    """What to send. clients > 0 is a closed loop over `asks`; else each is sent at its time.
+    """What to send. clients > 0 is a closed loop over `asks`; else each ask is sent at its time.
 
-    Nothing is sent after max_s; what runs then has grace_s to end and counts as UNFINISHED if it
-    does not.
+    Nothing is sent after max_s; requests running then have grace_s to end, and count as UNFINISHED
+    after that.
     """
 
     asks: Iterable[Ask]
@@ -56,7 +56,7 @@ class Load:
 
 
 class Generator:
-    """Sends one load through one client and notes what comes when."""
+    """Sends one load through one client and records the time of each token."""
 
     def __init__(self, client: HeadraceClient, load: Load, vocab_size: int) -> None:
         self._client = client
@@ -67,7 +67,7 @@ class Generator:
         self._start_s = 0.0
 
     async def run(self) -> Figures:
-        """Send everything; the figures of what was sent."""
+        """Sends the whole load; returns the figures of the requests sent."""
         self._start_s = time.perf_counter()
         numbered = enumerate(self._load.asks)
         sending = self._closed(numbered) if self._load.clients else self._open(numbered)
@@ -109,7 +109,7 @@ class Generator:
         return time.perf_counter() - self._start_s
 
     async def _send(self, number: int, ask: Ask, due_s: float | None = None) -> None:
-        """due_s None: as soon as its prompt is made up."""
+        """due_s None: the request is due as soon as its prompt is generated."""
         prompt = prompt_of(ask, number, self._vocab_size, self._load.seed)
         timing = Timing(
             time.perf_counter() if due_s is None else due_s,
@@ -212,7 +212,7 @@ def load_of(
     max_s: float = 60.0,
     seed: int = 0,
 ) -> Load:
-    """The load that the flags mean."""
+    """The load that the flags describe."""
     if (clients is not None) + (rate is not None) + (trace is not None) != 1:
         raise click.UsageError("give one of --clients, --rate, --trace")
     if trace is not None:

@@ -1,8 +1,8 @@
-"""The task of `whole_model` done by another engine, each by its public interface.
+"""Runs the task of `whole_model` on another engine, through the engine's public interface.
 
     python -m benchmarks.peers vllm < task.json
 
-Prints its speeds as the last line, JSON. Exit status 3: it is not installed.
+Prints the engine's speeds as the last line, JSON. Exit status 3: the engine is not installed.
 """
 
 import importlib.util
@@ -30,7 +30,7 @@ def main(arguments: list[str]) -> int:
 
 
 def run_transformers(task: dict[str, Any]) -> dict[str, Any]:
-    """Its plain forward with a growing cache."""
+    """Runs transformers' plain forward with a growing cache."""
     from transformers import AutoConfig, AutoModelForCausalLM
 
     fields = {key: value for key, value in task["hf"].items() if key != "model_type"}
@@ -38,7 +38,7 @@ def run_transformers(task: dict[str, Any]) -> dict[str, Any]:
     with torch.device(task["device"]):
         model = AutoModelForCausalLM.from_config(config, dtype=getattr(torch, task["dtype"]))
     model.eval()
-    # Newer releases call it `cache` and warn of the old name.
+    # Newer releases name the argument `cache` and warn about the old name.
     parameters = inspect.signature(model.forward).parameters
     cache_name = "cache" if "cache" in parameters else "past_key_values"
 
@@ -75,7 +75,7 @@ def run_transformers(task: dict[str, Any]) -> dict[str, Any]:
 
 
 def run_vllm(task: dict[str, Any]) -> dict[str, Any]:
-    """Its offline interface; a decode is what further tokens of the same requests take."""
+    """Runs vLLM offline; decode time is the extra time for more tokens of the same requests."""
     from vllm import LLM, SamplingParams
 
     num_prompt, num_decodes = task["num_prompt_tokens"], task["num_decodes"]

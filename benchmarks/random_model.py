@@ -1,4 +1,4 @@
-"""A model of random weights: what its speed is does not depend on what it says."""
+"""A model with random weights, whose speed equals a trained model's."""
 
 import math
 from collections.abc import Mapping
@@ -14,13 +14,13 @@ Shapes = dict[str, tuple[int, ...]]
 
 
 class RandomSource(WeightSource):
-    """Weights by their Hugging Face names, drawn when they are read.
+    """Weights by their Hugging Face names, drawn when read.
 
     Args:
-        hf: what config.json would say.
-        device: where they are drawn: a GPU draws billions in seconds.
-        dtype: their type.
-        seed: of the first; each tensor has its own.
+        hf: the content of config.json.
+        device: where weights are drawn; a GPU draws billions in seconds.
+        dtype: the weights' type.
+        seed: seed of the first tensor; each tensor has its own.
     """
 
     def __init__(
@@ -40,7 +40,7 @@ class RandomSource(WeightSource):
         shape = self._shapes[name]
         drawn = torch.randn(shape, generator=self._generator, device=self._device, dtype=self.dtype)
         if len(shape) == 1:
-            # Norms near what they are in trained models, biases near zero.
+            # Norm weights near those of trained models, biases near zero.
             center = 1.0 - self.config.norm_offset if "norm" in name else 0.0
             return drawn.mul_(0.1).add_(center)
         return drawn.div_(math.sqrt(shape[1]))
@@ -61,7 +61,7 @@ def _shapes(config: ModelConfig) -> Shapes:
 
 
 def _attention(config: ModelConfig) -> Shapes:
-    """A layer's attention and its norms."""
+    """Shapes of a layer's attention and norms."""
     attention, hidden = config.attention, config.hidden_size
     query, key = (
         heads * attention.head_dim for heads in (attention.num_heads, attention.num_kv_heads)

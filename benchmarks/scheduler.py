@@ -1,4 +1,4 @@
-"""What a step costs the scheduling core: schedule + update, without a worker.
+"""A step's cost in the scheduling core: schedule + update, without a worker.
 
 Medians over the measured steps of each workload, in microseconds. Prefix caching and explanations
 are on.
@@ -26,7 +26,7 @@ STEPS_PER_TURN = 16  # in which every decode crosses a block boundary once
 
 @dataclass(frozen=True)
 class Workload:
-    """A running set to start from, and what arrives while it is measured."""
+    """The initial running requests, and the arrivals during the measurement."""
 
     name: str
     config: SchedulerConfig
@@ -49,7 +49,7 @@ class Bench:
             self.step()
 
     def step(self) -> float:
-        """Seconds spent in schedule and update; requests arrive before, off the clock."""
+        """Seconds spent in schedule and update; adding the arrivals is not timed."""
         core = self.core
         self._num_steps += 1
         for request in self._arrivals(core, self._num_steps):
@@ -77,7 +77,7 @@ def nothing(_core: SchedulerCore, _number: int) -> Iterator[NewRequest]:
 
 
 def request(key: int, num_prompt_tokens: int, max_tokens: int, seed: int = 0) -> NewRequest:
-    """A request; equal seeds give equal prompts as far as they go."""
+    """A request; with equal seeds, the shorter prompt is a prefix of the longer."""
     tokens = np.random.default_rng(seed or key + 1).integers(3, 30_000, num_prompt_tokens)
     return NewRequest(
         key=key,
@@ -121,7 +121,7 @@ def mixed(count: int, chunk: int, steps: int, target_us: float | None) -> Worklo
 
 
 def preemption(count: int) -> Workload:
-    """A pool for three quarters of what runs: somebody falls in most steps."""
+    """A pool for three quarters of the running requests: most steps preempt a request."""
     config = SchedulerConfig(
         block_size=BLOCK_SIZE,
         num_gpu_blocks=count * 9,
@@ -139,7 +139,7 @@ def preemption(count: int) -> Workload:
 
 
 def prefix_reuse(count: int) -> Workload:
-    """Requests come and go all the time, all with the same 2,048 tokens before."""
+    """Requests constantly arrive and finish, all with the same prefix of 2,048 tokens."""
     config = SchedulerConfig(
         block_size=BLOCK_SIZE,
         num_gpu_blocks=count * 20 + 2000,
@@ -162,7 +162,7 @@ def prefix_reuse(count: int) -> Workload:
 
 
 def workloads(steps: int) -> list[Workload]:
-    """All of them."""
+    """All workloads."""
     return [
         decodes(1, steps, 40),
         decodes(16, steps, None),
@@ -177,7 +177,7 @@ def workloads(steps: int) -> list[Workload]:
 
 
 def medians_us(benches: Sequence[Bench], steps: int) -> list[float]:
-    """Median cost of a step of each, measured in turns so that the machine is alike for all."""
+    """Median cost of a step per workload, measured in turns so that machine load is shared."""
     spent: list[list[float]] = [[] for _ in benches]
     gc.collect()
     for _ in range(-(-steps // STEPS_PER_TURN)):

@@ -1,6 +1,6 @@
-"""Many requests, and how the memory of each process grows with them.
+"""Sends many requests and measures how the memory of each process grows.
 
-Every twentieth is aborted while it runs, half of them by Abort and half by closing the call.
+Every twentieth request is aborted while running, half by Abort and half by closing the call.
 """
 
 import asyncio
@@ -16,14 +16,14 @@ from headrace.v1 import inference_pb2
 _NUM_CLIENTS = 64
 _NUM_SAMPLES = 40
 _ABORTED_EVERY = 20
-# So few that the prefix cache has named them all long before half of the way.
+# Few enough that the prefix cache has hashed every block long before the run's half.
 _NUM_KV_BLOCKS = 10_000
-# More than it ever gets, so that it still runs when it is aborted.
+# More tokens than the request ever gets, so that the abort finds it running.
 _TOKENS_OF_ABORTED = 100_000
 
 
 async def soak(num_requests: int) -> dict[str, Any]:
-    """Memory at the beginning, half-way and at the end, and its slope from half-way on."""
+    """Memory at the start, half-way and at the end, and the slope of the second half."""
     result: dict[str, Any] = {}
     num_sent = num_aborted = 0
     samples: list[tuple[int, dict[str, int]]] = []
@@ -60,7 +60,7 @@ async def soak(num_requests: int) -> dict[str, Any]:
 
 
 async def _aborted(stub: Any, request_id: str, *, closes: bool) -> None:
-    """A request that is ended while its tokens come."""
+    """Sends a request and ends it while tokens are streaming."""
     call = stub.Generate(request(_TOKENS_OF_ABORTED, request_id))
     await call.read()
     if closes:
@@ -73,7 +73,7 @@ async def _aborted(stub: Any, request_id: str, *, closes: bool) -> None:
 
 
 def _slope(samples: list[tuple[int, dict[str, int]]], name: str) -> float:
-    """Bytes per request: the line through the samples."""
+    """Bytes per request: the slope of a line fitted to the samples."""
     counts = np.array([count for count, _ in samples], dtype=float)
     sizes = np.array([size[name] for _, size in samples], dtype=float)
     return float(np.polyfit(counts, sizes, 1)[0])

@@ -1,4 +1,4 @@
-"""Tables of results: for people, for a page and for programs."""
+"""Tables of results: for a terminal, for a Markdown page and for programs."""
 
 from collections.abc import Sequence
 from dataclasses import dataclass, field
@@ -6,7 +6,7 @@ from dataclasses import dataclass, field
 
 @dataclass(slots=True)
 class Table:
-    """Rows under a head; a cell is text, or a number that is shown with three digits or more."""
+    """Rows under a header; a cell is text, or a number shown with three digits or more."""
 
     title: str
     head: Sequence[str]
@@ -23,14 +23,14 @@ class Table:
         return "\n".join([self.title, *("  " + line for line in padded)])
 
     def markdown(self) -> str:
-        """The same for a page."""
+        """The table in Markdown."""
         lines = [self.head, ["---"] * len(self.head)]
         lines += [[_shown(cell) for cell in row] for row in self.rows]
         rows = "\n".join(f"| {' | '.join(line)} |" for line in lines)
         return f"### {self.title}\n\n{rows}\n"
 
     def as_json(self) -> dict[str, object]:
-        """Numbers unrounded."""
+        """The table as JSON values, numbers unrounded."""
         return {
             "title": self.title,
             "rows": [dict(zip(self.head, row, strict=True)) for row in self.rows],

@@ -1,7 +1,8 @@
-"""Tokens a second of whole models: through our own runner, and by another engine.
+"""Tokens per second of whole models, with Headrace's runner and with other engines.
 
 Weights are random and requests equal: a prefill of one prompt, then decodes of a batch whose
-contexts begin at the prompt's length. Ours is driven without a scheduler; see `peers` for theirs.
+contexts begin at the prompt's length. Headrace's runner is driven without a scheduler; `peers` runs
+the other engines.
 """
 
 import gc
@@ -34,7 +35,7 @@ BLOCK_SIZE = 64
 
 @dataclass(frozen=True, slots=True)
 class Speeds:
-    """Tokens a second; decodes by their number of requests, where the pool holds so many."""
+    """Tokens per second; decodes by number of requests, where the pool holds that many."""
 
     prefill: float
     decode: dict[int, float]
@@ -42,7 +43,7 @@ class Speeds:
 
 @dataclass(frozen=True, slots=True)
 class Task:
-    """What an engine is to do; hf is the model's config.json."""
+    """The task for an engine; hf is the model's config.json."""
 
     name: str
     hf: dict[str, Any]
@@ -91,7 +92,7 @@ TINY = LLAMA | {
 
 
 def tasks(machine: Machine) -> list[Task]:
-    """The models and loads that are measured."""
+    """The models and loads to measure."""
     dtype = str(machine.dtype).removeprefix("torch.")
     if machine.is_dry:
         return [Task("tiny", TINY, 20, 2, (1, 3), machine.device.type, dtype)]
@@ -102,7 +103,7 @@ def tasks(machine: Machine) -> list[Task]:
 
 
 def model_table(task: Task) -> Table:
-    """Ours beside what is installed here."""
+    """Headrace beside the other installed engines."""
     table = Table(
         f"{task.name}, {task.dtype}, random weights: tokens/s, prompts of {task.num_prompt_tokens}",
         ("engine", "prefill", *(f"decode of {n}" for n in task.batches)),
@@ -127,14 +128,14 @@ def _ours_or_why(task: Task) -> Speeds | str:
     except (KvPoolError, torch.OutOfMemoryError) as error:
         return f"does not fit: {error}"
     finally:
-        # Another engine comes next, in another process.
+        # Free the memory for the next engine, which runs in another process.
         gc.collect()
         if task.device == "cuda":
             torch.cuda.empty_cache()
 
 
 def ours(task: Task) -> Speeds:
-    """What our runner does, with the settings that a worker has by itself."""
+    """Measures Headrace's runner, with a worker's default settings."""
     device = torch.device(task.device)
     source = RandomSource(task.hf, device, getattr(torch, task.dtype))
     length = task.num_prompt_tokens + task.num_decodes + 1
@@ -151,7 +152,7 @@ def ours(task: Task) -> Speeds:
 
     engine = engine_of(source, settings, kv_cache, loading=nobody, capturing=nobody)
     runner = engine.runner
-    # The first requests of a size meet what is made once.
+    # The first requests of a size are a warm-up: kernels and buffers are created once.
     Requests(runner, task, 1).prefill()
     prefill = statistics.median(Requests(runner, task, 1).prefill() for _ in range(3))
     decode = {}
@@ -165,12 +166,12 @@ def ours(task: Task) -> Speeds:
 
 
 def blocks_of(task: Task) -> int:
-    """KV blocks of one request at its longest."""
+    """KV blocks of one request at its maximum length."""
     return -(-(task.num_prompt_tokens + task.num_decodes) // BLOCK_SIZE)
 
 
 class Requests:
-    """Equal requests in the first rows of a runner, which they have for themselves."""
+    """Equal requests in the first rows of a runner that has no other requests."""
 
     def __init__(self, runner: ModelRunner, task: Task, num_reqs: int) -> None:
         runner.reset()
@@ -180,7 +181,7 @@ class Requests:
         self._num_steps = 0
 
     def prefill(self) -> float:
-        """Computes every prompt, as many tokens a step as the runner takes: tokens a second."""
+        """Computes every prompt, at the runner's maximum tokens per step: tokens per second."""
         limit = self._runner.limits.max_num_batched_tokens
         length = self._task.num_prompt_tokens
         placed = self._placed()
@@ -193,9 +194,9 @@ class Requests:
         return len(self._rows) * length / (time.perf_counter() - start)
 
     def decode(self, pipeline_depth: int) -> float:
-        """One token of every request a step: tokens a second, by the median step.
+        """Decodes one token of every request per step: tokens per second, by the median step.
 
-        pipeline_depth: steps on their way at a time, as a scheduler would have.
+        pipeline_depth: steps in flight at a time, as with a scheduler.
         """
         ends, pending = [time.perf_counter()], deque[PendingStep]()
         for i in range(self._task.num_decodes):
@@ -220,7 +221,7 @@ class Requests:
         return self._runner.launch(plan)
 
     def _placed(self) -> dict[str, Any]:
-        """Columns that place all requests, with every block that they will need."""
+        """Columns of a plan that places all requests, with all blocks that they will need."""
         length = self._task.num_prompt_tokens
         rng, vocab_size = np.random.default_rng(0), self._runner.limits.vocab_size
         greedy = SamplingSettings(temperature=0.0, ignore_eos=True)
@@ -238,7 +239,7 @@ class Requests:
 
 
 def peer(task: Task, name: str) -> Speeds | str:
-    """What another engine does, in a process of its own, or why it does not."""
+    """Speeds of another engine, run in its own process, or the reason for its failure."""
     done = subprocess.run(
         [sys.executable, "-m", "benchmarks.peers", name],
         input=json.dumps(asdict(task)),
@@ -251,6 +252,6 @@ def peer(task: Task, name: str) -> Speeds | str:
         return "not installed"
     if done.returncode:
         return f"failed: {(done.stderr.strip().splitlines() or ['?'])[-1][:80]}"
-    # Engines print what they like before.
+    # Engines print other lines before the result.
     answer = json.loads(done.stdout.strip().splitlines()[-1])
     return Speeds(answer["prefill"], {int(n): speed for n, speed in answer["decode"].items()})

@@ -1,8 +1,8 @@
-"""What is asked of a server: when each request arrives, its prompt and how much it generates.
+"""Workloads: when each request arrives, its prompt and its number of output tokens.
 
 Synthetic loads are a function of their seed. Public traces are read from files that the user has:
-Azure's LLM inference traces (CSV) and Mooncake's conversations (JSONL). They hold lengths, not
-texts; prompts are made up, with the shared prefixes that a Mooncake trace states.
+Azure's LLM inference traces (CSV) and Mooncake's conversations (JSONL). Traces hold lengths, not
+texts; prompts are generated, with the shared prefixes that a Mooncake trace states.
 """
 
 import csv
@@ -14,9 +14,9 @@ from datetime import datetime
 from itertools import islice
 from pathlib import Path
 
-# Below are special tokens and single bytes in most vocabularies.
+# Smaller ids are special tokens and single bytes in most vocabularies.
 _FIRST_TOKEN_ID = 300
-# Tokens that one hash id of a Mooncake trace stands for, unless the file says otherwise.
+# Tokens per hash id of a Mooncake trace, unless the file states another block size.
 _MOONCAKE_BLOCK_TOKENS = 512
 
 
@@ -28,8 +28,8 @@ class WorkloadError(ValueError):
 class Ask:
     """One request. at_s counts from the start of the run.
 
-    prefix_ids: ids of the prompt's blocks of block_tokens each, equal ids being equal blocks;
-    empty when nothing is shared.
+    prefix_ids: ids of the prompt's blocks of block_tokens each; equal ids mean equal blocks.
+    Empty when nothing is shared.
     """
 
     at_s: float
@@ -41,9 +41,9 @@ class Ask:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Scale:
-    """How a trace is fitted to a server: time runs `speed` times as fast, lengths shrink.
+    """How a trace is scaled to a server: time runs `speed` times as fast, lengths shrink.
 
-    max_prompt_tokens and max_output_tokens cap what is left; 0 is no cap.
+    max_prompt_tokens and max_output_tokens cap the scaled lengths; 0 is no cap.
     """
 
     speed: float = 1.0
@@ -53,7 +53,7 @@ class Scale:
 
 
 def poisson(rate: float, seed: int) -> Iterator[float]:
-    """Arrival times of an open loop, seconds, for ever: `rate` per second on average."""
+    """Endless arrival times of an open loop, in seconds: `rate` per second on average."""
     rng = random.Random(seed)
     at_s = 0.0
     while True:
@@ -82,7 +82,7 @@ def read_trace(path: Path, scale: Scale, limit: int) -> list[Ask]:
     """The first `limit` requests of a trace file, by its suffix: .csv (Azure) or .jsonl (Mooncake).
 
     Raises:
-        WorkloadError: the file is neither, or a line makes no sense.
+        WorkloadError: the file has another format, or a line is invalid.
     """
     readers = {".csv": _read_azure, ".jsonl": _read_mooncake}
     reader = readers.get(path.suffix)
@@ -99,7 +99,7 @@ def read_trace(path: Path, scale: Scale, limit: int) -> list[Ask]:
 
 
 def prompt_of(ask: Ask, number: int, vocab_size: int, seed: int) -> list[int]:
-    """The token ids of a request's prompt; `number` tells it from others of the run."""
+    """The token ids of a request's prompt; `number` makes the prompt unique in the run."""
     token_ids: list[int] = []
     for prefix_id in ask.prefix_ids:
         if len(token_ids) >= ask.num_prompt_tokens:
@@ -133,7 +133,7 @@ def _scaled_length(length: int, factor: float, cap: int) -> int:
 
 
 def _read_azure(path: Path) -> Iterator[Ask]:
-    """TIMESTAMP, ContextTokens, GeneratedTokens."""
+    """Reads the columns TIMESTAMP, ContextTokens, GeneratedTokens."""
     with path.open(newline="", encoding="utf-8") as file:
         for number, row in enumerate(csv.DictReader(file), start=2):
             try:
@@ -145,7 +145,7 @@ def _read_azure(path: Path) -> Iterator[Ask]:
 
 
 def _read_mooncake(path: Path) -> Iterator[Ask]:
-    """timestamp (ms), input_length, output_length, hash_ids; ours may state block_size."""
+    """Reads timestamp (ms), input_length, output_length, hash_ids and optional block_size."""
     with path.open(encoding="utf-8") as file:
         for number, line in enumerate(file, start=1):
             try:
@@ -162,14 +162,14 @@ def _read_mooncake(path: Path) -> Iterator[Ask]:
 
 
 def make_sample(num_conversations: int, seed: int) -> Sequence[dict[str, object]]:
-    """Records like Mooncake's of short conversations: each turn repeats what was said before."""
+    """Records of short conversations, like Mooncake's: each prompt repeats all earlier turns."""
     rng = random.Random(seed)
     block_size = 16
     records: list[dict[str, object]] = []
     next_id = 1
     for _ in range(num_conversations):
         at_ms = rng.randrange(20_000)
-        hash_ids = [0]  # everybody's system prompt
+        hash_ids = [0]  # the system prompt that all conversations share
         for _ in range(rng.randint(1, 4)):
             num_new = rng.randint(1, 6)
             hash_ids = [*hash_ids, *range(next_id, next_id + num_new)]
