@@ -1,7 +1,7 @@
 """A run's figures: latencies by percentile, throughput, errors; as a table and as JSON.
 
 TTFT: arrival to first token. TPOT: (E2E - TTFT) / (n - 1), for requests of two tokens or more.
-ITL: gap between two tokens as the client sees them; tokens of one message have gaps of 0.
+ITL: gap between two tokens at the client; tokens of one message have gaps of 0.
 E2E: arrival to last token. Arrival is when the request was due, so a load generator that falls
 behind raises the measured latencies.
 """

@@ -1,8 +1,8 @@
 """The router's side of the child processes that do text jobs.
 
 `TextProcesses` owns the fork server. A `TextProcess` is one child, owned by the code that started
-it, and executes one job at a time. A child that exceeds its limits, or whose client has gone away,
-is killed. Starting another child takes milliseconds, because a fork has the models already.
+the child, and executes one job at a time. A child that exceeds its limits, or whose client has gone
+away, is killed. Starting another child takes milliseconds, because a fork has the models already.
 """
 
 import asyncio

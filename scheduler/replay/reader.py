@@ -164,7 +164,7 @@ def _members(file: BinaryIO) -> Iterator[tuple[str, bytes]]:
 
 
 class _TarInfo(tarfile.TarInfo):
-    """A member's header; raises when the member exceeds the size limit."""
+    """A member's header; raises when a header block other than a file's exceeds the limit."""
 
     @classmethod
     def frombuf(cls, buf: bytes | bytearray, encoding: str, errors: str) -> "_TarInfo":

@@ -176,7 +176,7 @@ class _Trial:
         ):
             step: Record = next(steps, {})
             if not step:
-                # No record continues a request that is still paused at the recording's end.
+                # After the recording's end no record lifts a pause of the core or of a request.
                 self._core.set_pause(Pause.UNPAUSED)
                 for key in self._key_by_name.values():
                     self._core.continue_request(key)
