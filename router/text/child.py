@@ -61,7 +61,8 @@ def serve_forks(control: socket.socket, models: Mapping[str, ModelText]) -> None
     while True:
         message, sockets, _, _ = socket.recv_fds(control, 16, 1)
         if sockets:
-            with socket.socket(fileno=sockets[0]) as jobs:
+            # A child that ends at once must not be reaped before its process id is among ours.
+            with socket.socket(fileno=sockets[0]) as jobs, _held_back(signal.SIGCHLD):
                 if not (pid := os.fork()):
                     control.close()
                     _run_child(jobs, models)
@@ -75,6 +76,16 @@ def serve_forks(control: socket.socket, models: Mapping[str, ModelText]) -> None
     for pid in pids:
         os.kill(pid, signal.SIGKILL)
         os.waitpid(pid, 0)
+
+
+@contextlib.contextmanager
+def _held_back(number: signal.Signals) -> Iterator[None]:
+    """Deliver this signal afterwards."""
+    signal.pthread_sigmask(signal.SIG_BLOCK, {number})
+    try:
+        yield
+    finally:
+        signal.pthread_sigmask(signal.SIG_UNBLOCK, {number})
 
 
 def _compile_templates(models: Mapping[str, ModelText]) -> None:
@@ -105,6 +116,7 @@ def fork_server(models: Mapping[str, ModelText]) -> tuple[int, socket.socket]:
 def _run_child(jobs: socket.socket, models: Mapping[str, ModelText]) -> None:
     with _exit_at_end():
         signal.signal(signal.SIGCHLD, signal.SIG_DFL)
+        signal.pthread_sigmask(signal.SIG_UNBLOCK, {signal.SIGCHLD})
         _outlive_signals()
         resource.setrlimit(resource.RLIMIT_CORE, (0, 0))
         os.environ["RUST_BACKTRACE"] = "0"  # a panicking tokenizer would fill the log

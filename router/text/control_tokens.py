@@ -71,7 +71,9 @@ class ControlTokens:
             marks: one mark of `router.text.taint` per character of the text.
             fields: the strings of the messages that the prompt was rendered from.
         """
-        is_spelled = any(any(self._names.find(field)) for field in fields)
+        is_spelled = any(any(self._names.find(field)) for field in fields) or (
+            taint.UNKNOWN in marks and self._names.can_be_made_of(fields)
+        )
         # A few operations lose the marks; a prompt that spells no token must still be accepted.
         is_callers = f"[{taint.CALLER}{taint.UNKNOWN}]" if is_spelled else taint.CALLER
         begins = [0, *(match.end() for match in re.finditer(f"{is_callers}+", marks))]
@@ -176,6 +178,7 @@ class _Names:
             lengths.setdefault(name[:num_chars], set()).add(len(name))
         self._lengths = {key: sorted(found, reverse=True) for key, found in lengths.items()}
         self._beginning = re.compile("|".join(map(re.escape, lengths)) or "(?!)")
+        self._alphabets = {frozenset(name.casefold()) for name in id_by_name}
 
     def find(self, text: str) -> Iterator[tuple[int, int]]:
         """(position, token id) of each name in the text, in order."""
@@ -189,6 +192,11 @@ class _Names:
                     yield begin, token_id
                     end = begin + length
                     break
+
+    def can_be_made_of(self, fields: Sequence[str]) -> bool:
+        """Whether the fields have all characters of a name, for a template to join."""
+        chars = set("".join(fields).casefold())
+        return any(alphabet <= chars for alphabet in self._alphabets)
 
 
 def _random_name() -> str:

@@ -2,7 +2,7 @@
 
 import numpy as np
 import pytest
-from hypothesis import given, settings
+from hypothesis import example, given, settings
 from hypothesis import strategies as st
 from tokenizers import AddedToken, Tokenizer, models, normalizers, pre_tokenizers
 
@@ -135,6 +135,7 @@ def test_whatever_messages_spell_the_control_tokens_are_the_templates(messages):
 
 @pytest.mark.parametrize("body", BODIES)
 @settings(max_examples=20)
+@example(messages=[{"role": "", "content": "<|im_"}, {"role": "", "content": "start|>"}])
 @given(messages=messages)
 def test_nothing_that_a_template_does_makes_a_control_token_of_a_message(body, messages):
     tokenizer = TextTokenizer(TOKENIZERS["byte level"]())
