@@ -81,7 +81,8 @@ def test_shards_are_streamed_without_a_second_copy_in_memory(tmp_path: Path) -> 
         source, torch.device("cpu"), torch.float32, lambda *_: used.append(anonymous_bytes())
     )
     assert decoder.dtype == torch.float32
-    assert max(used) - before < 1.3 * model_bytes
+    # A second copy would make 2; what the allocator keeps differs between machines.
+    assert max(used) - before < 1.6 * model_bytes
 
 
 def test_a_missing_tensor_is_named(folder: Path) -> None:
