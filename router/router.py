@@ -199,9 +199,9 @@ class Router:
             deadline=deadline,
         )
         # Everything that can fail comes before the request is registered.
-        automaton = StopStrings(spec.stop) if spec.stop else None
+        stops = StopStrings(spec.stop) if spec.stop else None
         for index in range(spec.n):
-            text = _completion_text(request, tokenizer, automaton)
+            text = _completion_text(request, tokenizer, stops)
             request.completions.append(ClientCompletion(request, index, self._next_key(), text))
         self._gate.spend(spec.tenant, spec.n * len(prompt_token_ids))
         self._gate.stop_reading(spec.tenant)
@@ -378,12 +378,12 @@ def _scheduler_of(request: ClientRequest | None) -> str:
 
 
 def _completion_text(
-    request: ClientRequest, tokenizer: TextTokenizer, automaton: StopStrings | None
+    request: ClientRequest, tokenizer: TextTokenizer, stops: StopStrings | None
 ) -> CompletionText:
     spec = request.spec
     scanner = None
-    if automaton is not None:
-        scanner = StopScanner(automaton, includes_stop=spec.include_stop_str_in_output)
+    if stops is not None:
+        scanner = StopScanner(stops, includes_stop=spec.include_stop_str_in_output)
     # Only the end of the prompt matters to the text that follows.
     prompt_end = request.prompt_token_ids[-64:].tolist()
     return CompletionText(

@@ -1,114 +1,91 @@
-"""Finds stop strings in text that arrives in pieces, and releases no part of a stop string.
+"""Finds stop strings in text that comes in pieces, and lets nothing of them out.
 
-The result does not depend on how the text is cut into pieces. Reading character by character, the
-first stop string to be complete ends the text; among several complete at the same character, the
-longest wins. Text is released as soon as it can no longer be the beginning of any stop string. The
-matcher is an Aho-Corasick automaton: a character's cost is independent of the stop strings.
+The rule, which does not depend on how the text is cut into pieces: reading character by
+character, the first stop string to be complete ends the text; of several complete at the same
+character, the longest. Text is released as soon as it can no longer be the beginning of any stop
+string.
+
+Each stop string is matched by Knuth, Morris and Pratt's algorithm. Its table is made as far as text
+has matched, so a request with many long stop strings costs nothing before its text resembles them.
 """
 
-from collections import deque
 from collections.abc import Sequence
 
 
 class StopStrings:
-    """The automaton of a set of stop strings; immutable, one per request.
+    """The stop strings of one request, shared by its completions."""
 
-    State 0 means that nothing has matched. A state's depth is how many of the last characters may
-    be the beginning of a stop string.
-    """
-
-    __slots__ = ("depth", "fallback", "first_chars", "matched_len", "next_by_char", "stops")
+    __slots__ = ("_borders", "first_chars", "stops")
 
     def __init__(self, stops: Sequence[str]) -> None:
-        """stops must not contain the empty string."""
+        """stops are not empty strings."""
         assert all(stops), "an empty stop string would match everywhere"
         self.stops = tuple(stops)
         self.first_chars = frozenset(stop[0] for stop in stops)
-        self.next_by_char: list[dict[str, int]] = [{}]
-        self.depth = [0]
-        self.matched_len = [0]  # length of the longest stop string that ends in this state
-        self.fallback = [0]
-        for stop in stops:
-            self._add(stop)
-        self._link()
+        self._borders = [[0] for _ in stops]
 
-    def _add(self, stop: str) -> None:
-        state = 0
-        for char in stop:
-            following = self.next_by_char[state].get(char)
-            if following is None:
-                following = len(self.depth)
-                self.next_by_char[state][char] = following
-                self.next_by_char.append({})
-                self.depth.append(self.depth[state] + 1)
-                self.matched_len.append(0)
-                self.fallback.append(0)
-            state = following
-        self.matched_len[state] = len(stop)
+    def step(self, index: int, num_matched: int, char: str) -> int:
+        """How much of a stop string the text ends with after one more character.
 
-    def _link(self) -> None:
-        """Link each state to the state of its longest proper suffix, breadth first."""
-        pending = deque(self.next_by_char[0].values())
-        while pending:
-            state = pending.popleft()
-            for char, child in self.next_by_char[state].items():
-                self.fallback[child] = self.step(self.fallback[state], char)
-                pending.append(child)
-            if not self.matched_len[state]:
-                self.matched_len[state] = self.matched_len[self.fallback[state]]
+        num_matched is how much it ended with before.
+        """
+        stop = self.stops[index]
+        while num_matched and stop[num_matched] != char:
+            num_matched = self.border(index, num_matched)
+        return num_matched + 1 if stop[num_matched] == char else 0
 
-    def step(self, state: int, char: str) -> int:
-        """The state after one more character."""
-        while state and char not in self.next_by_char[state]:
-            state = self.fallback[state]
-        return self.next_by_char[state].get(char, 0)
-
-    def shortened(self, state: int) -> int:
-        """Follows suffix links to the first state from which a stop string can continue."""
-        while state and not self.next_by_char[state]:
-            state = self.fallback[state]
-        return state
+    def border(self, index: int, length: int) -> int:
+        """The longest proper prefix of a stop string that its first characters end with."""
+        stop, borders = self.stops[index], self._borders[index]
+        while len(borders) < length:
+            char, border = stop[len(borders)], borders[-1]
+            while border and stop[border] != char:
+                border = borders[border - 1]
+            borders.append(border + 1 if stop[border] == char else 0)
+        return borders[length - 1]
 
 
 class StopScanner:
-    """The scan of one text; owns the characters held back."""
+    """Where one text stands; owns the characters it holds back."""
 
-    __slots__ = ("_automaton", "_held", "_includes_stop", "_state")
+    __slots__ = ("_held", "_includes_stop", "_num_matched", "_stops")
 
-    def __init__(self, automaton: StopStrings, *, includes_stop: bool = False) -> None:
+    def __init__(self, stops: StopStrings, *, includes_stop: bool = False) -> None:
         """includes_stop keeps a matched stop string in the text."""
-        self._automaton = automaton
+        self._stops = stops
         self._includes_stop = includes_stop
-        self._state = 0
+        self._num_matched = [0] * len(stops.stops)
         self._held = ""
 
     def push(self, text: str, *, may_stop: bool = True) -> tuple[str, str | None]:
-        """The text released now, and the stop string found, if any; after that, push no more.
+        """What may be shown now, and the stop string found; after one is found, push no more.
 
-        A stop string that is complete within text that may not stop is ordinary text; a stop string
-        that begins there and is completed later is found.
+        A stop string that is complete in text that may not stop is ordinary text; one that begins
+        there and is completed later is found.
         """
-        automaton = self._automaton
-        state = self._state
-        if not state and not any(char in text for char in automaton.first_chars):
+        stops, num_matched = self._stops, self._num_matched
+        if not self._held and not any(char in text for char in stops.first_chars):
             return text, None
         for position, char in enumerate(text):
-            state = automaton.step(state, char)
-            length = automaton.matched_len[state]
-            if length and not may_stop:
-                state = automaton.shortened(state)
-            elif length:
+            length = 0
+            for index, stop in enumerate(stops.stops):
+                matched = stops.step(index, num_matched[index], char)
+                if matched == len(stop):
+                    length = max(length, matched)
+                    matched = stops.border(index, matched)
+                num_matched[index] = matched
+            if length and may_stop:
                 seen = self._held + text[: position + 1]
                 begin = len(seen) - length
-                self._held, self._state = "", 0
+                self._held = ""
                 return seen if self._includes_stop else seen[:begin], seen[begin:]
-        self._state = state
         seen = self._held + text
-        shown = len(seen) - automaton.depth[state]
+        shown = len(seen) - max(num_matched)
         self._held = seen[shown:]
         return seen[:shown], None
 
     def finish(self) -> str:
         """The text held back, released at the end of the text."""
-        held, self._held, self._state = self._held, "", 0
+        held, self._held = self._held, ""
+        self._num_matched = [0] * len(self._num_matched)
         return held

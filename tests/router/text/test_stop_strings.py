@@ -92,3 +92,12 @@ def test_a_beginning_that_comes_to_nothing_is_shown():
 
 def test_a_match_may_begin_inside_a_failed_one():
     assert scan("aab", ["ab"], [1, 2]) == (["", "a", ""], "ab")
+
+
+def test_long_stop_strings_cost_nothing_before_the_text_resembles_them():
+    stops = StopStrings(["ab" * 100 + "c", "a" * 200])
+    scanner = StopScanner(stops)
+    assert scanner.push("xyz ab") == ("xyz ", None)
+    assert max(map(len, stops._borders)) <= 2
+    assert scanner.push("ab" * 50 + "!")[1] is None
+    assert 90 < len(stops._borders[0]) < 110
