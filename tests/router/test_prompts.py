@@ -107,7 +107,7 @@ async def test_the_prompt_of_a_text_request_may_spell_control_tokens(reader):
 async def test_a_child_that_died_between_two_prompts_costs_none_of_them(reader):
     long = TextPrompt("h" * 30_000)
     await read(reader, long)
-    server = psutil.Process(reader._processes._pid)
+    server = psutil.Process(reader._lanes.processes._pid)
     children = server.children()
     for process in children:
         process.kill()
