@@ -499,3 +499,65 @@ class Worker(_message.Message):
     def WhichOneof(self, oneof_group: _Never) -> None: ...
 
 Global___Worker: _TypeAlias = Worker  # noqa: Y015
+
+@_typing.final
+class WorkerAudit(_message.Message):
+    """The KV ledger of one worker. Every block has one owner: a request, the prefix cache, or the free
+    list.
+    """
+
+    DESCRIPTOR: _descriptor.Descriptor
+
+    WORKER_ID_FIELD_NUMBER: _builtins.int
+    SCHEDULER_ID_FIELD_NUMBER: _builtins.int
+    NUM_KV_BLOCKS_FIELD_NUMBER: _builtins.int
+    NUM_FREE_BLOCKS_FIELD_NUMBER: _builtins.int
+    NUM_CACHED_BLOCKS_FIELD_NUMBER: _builtins.int
+    NUM_OWNED_BLOCKS_FIELD_NUMBER: _builtins.int
+    NUM_REQUESTS_FIELD_NUMBER: _builtins.int
+    NUM_COMPARED_ROWS_FIELD_NUMBER: _builtins.int
+    FAULTS_FIELD_NUMBER: _builtins.int
+    worker_id: _builtins.str
+    """The worker."""
+    scheduler_id: _builtins.str
+    """The scheduler that drives the worker."""
+    num_kv_blocks: _builtins.int
+    """KV blocks of the pool."""
+    num_free_blocks: _builtins.int
+    """Blocks that no request holds and the prefix cache does not know."""
+    num_cached_blocks: _builtins.int
+    """Blocks that no request holds and the prefix cache still knows."""
+    num_owned_blocks: _builtins.int
+    """Blocks that requests hold."""
+    num_requests: _builtins.int
+    """Requests that hold blocks."""
+    num_compared_rows: _builtins.int
+    """Rows that the worker has and the scheduler's book was compared with; unset where the worker
+    gave no account.
+    """
+    @_builtins.property
+    def faults(self) -> _containers.RepeatedScalarFieldContainer[_builtins.str]:
+        """What is wrong, one sentence each; empty: the ledger is sound."""
+
+    def __init__(
+        self,
+        *,
+        worker_id: _builtins.str = ...,
+        scheduler_id: _builtins.str = ...,
+        num_kv_blocks: _builtins.int = ...,
+        num_free_blocks: _builtins.int = ...,
+        num_cached_blocks: _builtins.int = ...,
+        num_owned_blocks: _builtins.int = ...,
+        num_requests: _builtins.int = ...,
+        num_compared_rows: _builtins.int | None = ...,
+        faults: _abc.Iterable[_builtins.str] | None = ...,
+    ) -> None: ...
+    _HasFieldArgType: _TypeAlias = _typing.Literal["_num_compared_rows", b"_num_compared_rows", "num_compared_rows", b"num_compared_rows"]  # noqa: Y015
+    def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["_num_compared_rows", b"_num_compared_rows", "faults", b"faults", "num_cached_blocks", b"num_cached_blocks", "num_compared_rows", b"num_compared_rows", "num_free_blocks", b"num_free_blocks", "num_kv_blocks", b"num_kv_blocks", "num_owned_blocks", b"num_owned_blocks", "num_requests", b"num_requests", "scheduler_id", b"scheduler_id", "worker_id", b"worker_id"]  # noqa: Y015
+    def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
+    _WhichOneofReturnType__num_compared_rows: _TypeAlias = _typing.Literal["num_compared_rows"]  # noqa: Y015
+    _WhichOneofArgType__num_compared_rows: _TypeAlias = _typing.Literal["_num_compared_rows", b"_num_compared_rows"]  # noqa: Y015
+    def WhichOneof(self, oneof_group: _WhichOneofArgType__num_compared_rows) -> _WhichOneofReturnType__num_compared_rows | None: ...
+
+Global___WorkerAudit: _TypeAlias = WorkerAudit  # noqa: Y015

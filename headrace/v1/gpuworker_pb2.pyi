@@ -81,6 +81,7 @@ class StepPlan(_message.Message):
     NUM_DRAFT_TOKENS_FIELD_NUMBER: _builtins.int
     DRAFT_TOKEN_IDS_FIELD_NUMBER: _builtins.int
     TRACEPARENT_FIELD_NUMBER: _builtins.int
+    AUDIT_FIELD_NUMBER: _builtins.int
     step_id: _builtins.int
     """Counts up by one."""
     freed_rows: _builtins.bytes
@@ -101,6 +102,8 @@ class StepPlan(_message.Message):
     """int32 column, [sum(num_draft_tokens)]: the drafts. Empty: none."""
     traceparent: _builtins.str
     """W3C trace context of this step; empty when not traced."""
+    audit: _builtins.bool
+    """Asks for StepResult.audit."""
     @_builtins.property
     def row_requests(self) -> _containers.RepeatedCompositeFieldContainer[Global___RowRequest]:
         """Requests placed in rows by this plan; applied second."""
@@ -119,10 +122,11 @@ class StepPlan(_message.Message):
         num_draft_tokens: _builtins.bytes = ...,
         draft_token_ids: _builtins.bytes = ...,
         traceparent: _builtins.str = ...,
+        audit: _builtins.bool = ...,
     ) -> None: ...
     _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["appended_block_ids", b"appended_block_ids", "appended_block_rows", b"appended_block_rows", "draft_token_ids", b"draft_token_ids", "freed_rows", b"freed_rows", "num_computed_tokens", b"num_computed_tokens", "num_draft_tokens", b"num_draft_tokens", "num_scheduled_tokens", b"num_scheduled_tokens", "row_requests", b"row_requests", "rows", b"rows", "step_id", b"step_id", "traceparent", b"traceparent"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["appended_block_ids", b"appended_block_ids", "appended_block_rows", b"appended_block_rows", "audit", b"audit", "draft_token_ids", b"draft_token_ids", "freed_rows", b"freed_rows", "num_computed_tokens", b"num_computed_tokens", "num_draft_tokens", b"num_draft_tokens", "num_scheduled_tokens", b"num_scheduled_tokens", "row_requests", b"row_requests", "rows", b"rows", "step_id", b"step_id", "traceparent", b"traceparent"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     def WhichOneof(self, oneof_group: _Never) -> None: ...
 
@@ -183,6 +187,7 @@ class StepResult(_message.Message):
     ERRORS_FIELD_NUMBER: _builtins.int
     ELAPSED_S_FIELD_NUMBER: _builtins.int
     DRAINING_FIELD_NUMBER: _builtins.int
+    AUDIT_FIELD_NUMBER: _builtins.int
     step_id: _builtins.int
     """The plan's step_id."""
     num_sampled_tokens: _builtins.bytes
@@ -207,6 +212,10 @@ class StepResult(_message.Message):
     def errors(self) -> _containers.RepeatedCompositeFieldContainer[Global___RowError]:
         """Rows whose request failed (e.g. its logits were not finite); all other rows are valid."""
 
+    @_builtins.property
+    def audit(self) -> Global___RowsAudit:
+        """The rows as they are after this plan; set if the plan asked."""
+
     def __init__(
         self,
         *,
@@ -219,14 +228,45 @@ class StepResult(_message.Message):
         errors: _abc.Iterable[Global___RowError] | None = ...,
         elapsed_s: _builtins.float = ...,
         draining: _builtins.bool = ...,
+        audit: Global___RowsAudit | None = ...,
     ) -> None: ...
-    _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
+    _HasFieldArgType: _TypeAlias = _typing.Literal["audit", b"audit"]  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["draft_token_ids", b"draft_token_ids", "draining", b"draining", "elapsed_s", b"elapsed_s", "errors", b"errors", "logprobs", b"logprobs", "num_draft_tokens", b"num_draft_tokens", "num_sampled_tokens", b"num_sampled_tokens", "step_id", b"step_id", "token_ids", b"token_ids"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["audit", b"audit", "draft_token_ids", b"draft_token_ids", "draining", b"draining", "elapsed_s", b"elapsed_s", "errors", b"errors", "logprobs", b"logprobs", "num_draft_tokens", b"num_draft_tokens", "num_sampled_tokens", b"num_sampled_tokens", "step_id", b"step_id", "token_ids", b"token_ids"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     def WhichOneof(self, oneof_group: _Never) -> None: ...
 
 Global___StepResult: _TypeAlias = StepResult  # noqa: Y015
+
+@_typing.final
+class RowsAudit(_message.Message):
+    """The occupied rows of a worker."""
+
+    DESCRIPTOR: _descriptor.Descriptor
+
+    ROWS_FIELD_NUMBER: _builtins.int
+    NUM_BLOCKS_FIELD_NUMBER: _builtins.int
+    BLOCK_IDS_FIELD_NUMBER: _builtins.int
+    rows: _builtins.bytes
+    """int32 column, [num_rows]: occupied rows, ascending."""
+    num_blocks: _builtins.bytes
+    """int32 column, [num_rows]: blocks in each row's block table."""
+    block_ids: _builtins.bytes
+    """int32 column, [sum(num_blocks)]: the block ids, row after row."""
+    def __init__(
+        self,
+        *,
+        rows: _builtins.bytes = ...,
+        num_blocks: _builtins.bytes = ...,
+        block_ids: _builtins.bytes = ...,
+    ) -> None: ...
+    _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
+    def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["block_ids", b"block_ids", "num_blocks", b"num_blocks", "rows", b"rows"]  # noqa: Y015
+    def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
+    def WhichOneof(self, oneof_group: _Never) -> None: ...
+
+Global___RowsAudit: _TypeAlias = RowsAudit  # noqa: Y015
 
 @_typing.final
 class RowLogprobs(_message.Message):

@@ -65,7 +65,9 @@ class GpuWorkerServicer:
 
     def Execute(self, request_iterator, context):
         """Executes steps in order: one StepResult for each StepPlan. The next plan may be sent before the
-        previous result has arrived. One stream at a time: a new stream ends the old stream.
+        previous result has arrived. One stream at a time: a new stream ends the old stream, unless
+        the old stream lives and has a greater term (metadata key `x-headrace-term`, an integer; absent
+        is 0): then the new stream ends with FAILED_PRECONDITION, reason NEWER_OWNER.
         """
         context.set_code(grpc.StatusCode.UNIMPLEMENTED)
         context.set_details('Method not implemented!')

@@ -41,7 +41,9 @@ class GpuWorkerStub:
     """The worker's capabilities. Answers UNAVAILABLE until the model is loaded."""
     Execute: _grpc.StreamStreamMultiCallable[_gpuworker_pb2.StepPlan, _gpuworker_pb2.StepResult]
     """Executes steps in order: one StepResult for each StepPlan. The next plan may be sent before the
-    previous result has arrived. One stream at a time: a new stream ends the old stream.
+    previous result has arrived. One stream at a time: a new stream ends the old stream, unless
+    the old stream lives and has a greater term (metadata key `x-headrace-term`, an integer; absent
+    is 0): then the new stream ends with FAILED_PRECONDITION, reason NEWER_OWNER.
     """
     TransferBlocks: _grpc.StreamUnaryMultiCallable[_gpuworker_pb2.BlockChunk, _gpuworker_pb2.BlockReceipt]
     """Reserved for handing KV blocks from a prefill worker to a decode worker."""
@@ -55,7 +57,9 @@ class GpuWorkerAsyncStub(GpuWorkerStub):
     """The worker's capabilities. Answers UNAVAILABLE until the model is loaded."""
     Execute: _aio.StreamStreamMultiCallable[_gpuworker_pb2.StepPlan, _gpuworker_pb2.StepResult]  # type: ignore[assignment]
     """Executes steps in order: one StepResult for each StepPlan. The next plan may be sent before the
-    previous result has arrived. One stream at a time: a new stream ends the old stream.
+    previous result has arrived. One stream at a time: a new stream ends the old stream, unless
+    the old stream lives and has a greater term (metadata key `x-headrace-term`, an integer; absent
+    is 0): then the new stream ends with FAILED_PRECONDITION, reason NEWER_OWNER.
     """
     TransferBlocks: _aio.StreamUnaryMultiCallable[_gpuworker_pb2.BlockChunk, _gpuworker_pb2.BlockReceipt]  # type: ignore[assignment]
     """Reserved for handing KV blocks from a prefill worker to a decode worker."""
@@ -78,7 +82,9 @@ class GpuWorkerServicer(metaclass=_abc_1.ABCMeta):
         context: _ServicerContext,
     ) -> _typing.Union[_abc.Iterator[_gpuworker_pb2.StepResult], _abc.AsyncIterator[_gpuworker_pb2.StepResult]]:
         """Executes steps in order: one StepResult for each StepPlan. The next plan may be sent before the
-        previous result has arrived. One stream at a time: a new stream ends the old stream.
+        previous result has arrived. One stream at a time: a new stream ends the old stream, unless
+        the old stream lives and has a greater term (metadata key `x-headrace-term`, an integer; absent
+        is 0): then the new stream ends with FAILED_PRECONDITION, reason NEWER_OWNER.
         """
 
     @_abc_1.abstractmethod

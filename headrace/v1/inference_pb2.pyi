@@ -31,6 +31,33 @@ class GenerateRequest(_message.Message):
 
     DESCRIPTOR: _descriptor.Descriptor
 
+    class _Recover:
+        ValueType = _typing.NewType("ValueType", _builtins.int)
+        V: _TypeAlias = ValueType  # noqa: Y015
+
+    class _RecoverEnumTypeWrapper(_enum_type_wrapper._EnumTypeWrapper[GenerateRequest._Recover.ValueType], _builtins.type):
+        DESCRIPTOR: _descriptor.EnumDescriptor
+        RECOVER_UNSPECIFIED: GenerateRequest._Recover.ValueType  # 0
+        """ON_RESUME."""
+        RECOVER_ON_RESUME: GenerateRequest._Recover.ValueType  # 1
+        """When somebody resumes the request, when all services have restarted, or at once where the
+        request has a deadline.
+        """
+        RECOVER_ALWAYS: GenerateRequest._Recover.ValueType  # 2
+        """At once: the request is finished whether or not somebody reads it."""
+
+    class Recover(_Recover, metaclass=_RecoverEnumTypeWrapper):
+        """When a lost request is taken up again."""
+
+    RECOVER_UNSPECIFIED: GenerateRequest.Recover.ValueType  # 0
+    """ON_RESUME."""
+    RECOVER_ON_RESUME: GenerateRequest.Recover.ValueType  # 1
+    """When somebody resumes the request, when all services have restarted, or at once where the
+    request has a deadline.
+    """
+    RECOVER_ALWAYS: GenerateRequest.Recover.ValueType  # 2
+    """At once: the request is finished whether or not somebody reads it."""
+
     REQUEST_ID_FIELD_NUMBER: _builtins.int
     MODEL_FIELD_NUMBER: _builtins.int
     TEXT_FIELD_NUMBER: _builtins.int
@@ -45,6 +72,8 @@ class GenerateRequest(_message.Message):
     INCLUDE_STOP_STR_IN_OUTPUT_FIELD_NUMBER: _builtins.int
     ECHO_FIELD_NUMBER: _builtins.int
     KEEP_SPECIAL_TOKENS_FIELD_NUMBER: _builtins.int
+    KEEP_ON_DISCONNECT_FIELD_NUMBER: _builtins.int
+    RECOVER_FIELD_NUMBER: _builtins.int
     request_id: _builtins.str
     """1 to 128 characters of [A-Za-z0-9._:-]. Generated (UUID) when empty."""
     model: _builtins.str
@@ -71,6 +100,13 @@ class GenerateRequest(_message.Message):
     """Send the prompt's text before the output. Default false."""
     keep_special_tokens: _builtins.bool
     """Leave special tokens (e.g. <|im_end|>) in the text. Default false."""
+    keep_on_disconnect: _builtins.bool
+    """What the end of the call means. False: the caller gave up, the request ends. True: the request
+    goes on, waits when too much of it is unread, and ends with ABORTED when nobody resumes it for
+    the router's orphan_ttl_s. Default false.
+    """
+    recover: Global___GenerateRequest.Recover.ValueType
+    """When a request is taken up again whose router and scheduler are both lost."""
     @_builtins.property
     def token_ids(self) -> Global___TokenIds:
         """Token ids, used as they are."""
@@ -110,10 +146,12 @@ class GenerateRequest(_message.Message):
         include_stop_str_in_output: _builtins.bool = ...,
         echo: _builtins.bool = ...,
         keep_special_tokens: _builtins.bool = ...,
+        keep_on_disconnect: _builtins.bool = ...,
+        recover: Global___GenerateRequest.Recover.ValueType = ...,
     ) -> None: ...
     _HasFieldArgType: _TypeAlias = _typing.Literal["chat", b"chat", "deadline", b"deadline", "prompt", b"prompt", "response_format", b"response_format", "sampling", b"sampling", "text", b"text", "token_ids", b"token_ids"]  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["cache_salt", b"cache_salt", "chat", b"chat", "deadline", b"deadline", "echo", b"echo", "include_stop_str_in_output", b"include_stop_str_in_output", "keep_special_tokens", b"keep_special_tokens", "model", b"model", "priority", b"priority", "prompt", b"prompt", "request_id", b"request_id", "response_format", b"response_format", "sampling", b"sampling", "tenant", b"tenant", "text", b"text", "token_ids", b"token_ids"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["cache_salt", b"cache_salt", "chat", b"chat", "deadline", b"deadline", "echo", b"echo", "include_stop_str_in_output", b"include_stop_str_in_output", "keep_on_disconnect", b"keep_on_disconnect", "keep_special_tokens", b"keep_special_tokens", "model", b"model", "priority", b"priority", "prompt", b"prompt", "recover", b"recover", "request_id", b"request_id", "response_format", b"response_format", "sampling", b"sampling", "tenant", b"tenant", "text", b"text", "token_ids", b"token_ids"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     _WhichOneofReturnType_prompt: _TypeAlias = _typing.Literal["text", "token_ids", "chat"]  # noqa: Y015
     _WhichOneofArgType_prompt: _TypeAlias = _typing.Literal["prompt", b"prompt"]  # noqa: Y015
@@ -402,19 +440,25 @@ class ResumeRequest(_message.Message):
 
     REQUEST_ID_FIELD_NUMBER: _builtins.int
     FROM_TOKEN_FIELD_NUMBER: _builtins.int
+    FROM_TOKEN_BY_INDEX_FIELD_NUMBER: _builtins.int
     request_id: _builtins.str
     """The request."""
     from_token: _builtins.int
-    """First generated token wanted, from 0."""
+    """First generated token wanted, from 0: how many tokens the caller has received."""
+    @_builtins.property
+    def from_token_by_index(self) -> _containers.RepeatedScalarFieldContainer[_builtins.int]:
+        """With n > 1: the first token wanted of each completion, by index. Empty: from_token of each."""
+
     def __init__(
         self,
         *,
         request_id: _builtins.str = ...,
         from_token: _builtins.int = ...,
+        from_token_by_index: _abc.Iterable[_builtins.int] | None = ...,
     ) -> None: ...
     _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["from_token", b"from_token", "request_id", b"request_id"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["from_token", b"from_token", "from_token_by_index", b"from_token_by_index", "request_id", b"request_id"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     def WhichOneof(self, oneof_group: _Never) -> None: ...
 
@@ -563,6 +607,9 @@ class GetStatusResponse(_message.Message):
     PROMPT_TOKENS_FIELD_NUMBER: _builtins.int
     COMPLETION_TOKENS_FIELD_NUMBER: _builtins.int
     DETAIL_FIELD_NUMBER: _builtins.int
+    ROUTER_ID_FIELD_NUMBER: _builtins.int
+    SCHEDULER_ID_FIELD_NUMBER: _builtins.int
+    WORKER_ID_FIELD_NUMBER: _builtins.int
     request_id: _builtins.str
     """The request."""
     state: _builtins.str
@@ -581,6 +628,12 @@ class GetStatusResponse(_message.Message):
     """Tokens generated, as last recorded."""
     detail: _builtins.str
     """More about the end, e.g. an error's message; empty where state is enough."""
+    router_id: _builtins.str
+    """The router that last had the request."""
+    scheduler_id: _builtins.str
+    """The scheduler that last had the request; empty before the first dispatch."""
+    worker_id: _builtins.str
+    """The worker that last had the request; empty before the first dispatch."""
     @_builtins.property
     def create_time(self) -> _timestamp_pb2.Timestamp:
         """When the router accepted the request."""
@@ -602,10 +655,13 @@ class GetStatusResponse(_message.Message):
         prompt_tokens: _builtins.int = ...,
         completion_tokens: _builtins.int = ...,
         detail: _builtins.str = ...,
+        router_id: _builtins.str = ...,
+        scheduler_id: _builtins.str = ...,
+        worker_id: _builtins.str = ...,
     ) -> None: ...
     _HasFieldArgType: _TypeAlias = _typing.Literal["create_time", b"create_time", "update_time", b"update_time"]  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["completion_tokens", b"completion_tokens", "create_time", b"create_time", "detail", b"detail", "epoch", b"epoch", "model", b"model", "prompt_tokens", b"prompt_tokens", "request_id", b"request_id", "state", b"state", "tenant", b"tenant", "update_time", b"update_time"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["completion_tokens", b"completion_tokens", "create_time", b"create_time", "detail", b"detail", "epoch", b"epoch", "model", b"model", "prompt_tokens", b"prompt_tokens", "request_id", b"request_id", "router_id", b"router_id", "scheduler_id", b"scheduler_id", "state", b"state", "tenant", b"tenant", "update_time", b"update_time", "worker_id", b"worker_id"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     def WhichOneof(self, oneof_group: _Never) -> None: ...
 
@@ -717,7 +773,9 @@ class ExplainEvent(_message.Message):
     last_step: _builtins.int
     """Last step that the event covers."""
     kind: _builtins.str
-    """ADDED, WAITED, ADMITTED, SCHEDULED, PREEMPTED, PAUSED, CONTINUED, FINISHED."""
+    """ADDED, WAITED, ADMITTED, SCHEDULED, PREEMPTED, PAUSED, CONTINUED, LOST, RECOVERED, RESUMED,
+    FINISHED.
+    """
     detail: _builtins.str
     """Sentence for a person, e.g. "waited for 3 steps: needs 12 KV blocks, 7 free"."""
     num_tokens: _builtins.int
@@ -892,3 +950,44 @@ class GetPoolResponse(_message.Message):
     def WhichOneof(self, oneof_group: _Never) -> None: ...
 
 Global___GetPoolResponse: _TypeAlias = GetPoolResponse  # noqa: Y015
+
+@_typing.final
+class AuditPoolRequest(_message.Message):
+    """Asks for an audit."""
+
+    DESCRIPTOR: _descriptor.Descriptor
+
+    def __init__(
+        self,
+    ) -> None: ...
+    _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
+    def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
+    _ClearFieldArgType: _TypeAlias = _Never  # noqa: Y015
+    def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
+    def WhichOneof(self, oneof_group: _Never) -> None: ...
+
+Global___AuditPoolRequest: _TypeAlias = AuditPoolRequest  # noqa: Y015
+
+@_typing.final
+class AuditPoolResponse(_message.Message):
+    """The audit of every worker."""
+
+    DESCRIPTOR: _descriptor.Descriptor
+
+    WORKERS_FIELD_NUMBER: _builtins.int
+    @_builtins.property
+    def workers(self) -> _containers.RepeatedCompositeFieldContainer[_common_pb2.WorkerAudit]:
+        """Sorted by worker_id."""
+
+    def __init__(
+        self,
+        *,
+        workers: _abc.Iterable[_common_pb2.WorkerAudit] | None = ...,
+    ) -> None: ...
+    _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
+    def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["workers", b"workers"]  # noqa: Y015
+    def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
+    def WhichOneof(self, oneof_group: _Never) -> None: ...
+
+Global___AuditPoolResponse: _TypeAlias = AuditPoolResponse  # noqa: Y015

@@ -70,6 +70,11 @@ class InferenceStub:
                 request_serializer=headrace_dot_v1_dot_inference__pb2.GetPoolRequest.SerializeToString,
                 response_deserializer=headrace_dot_v1_dot_inference__pb2.GetPoolResponse.FromString,
                 _registered_method=True)
+        self.AuditPool = channel.unary_unary(
+                '/headrace.v1.Inference/AuditPool',
+                request_serializer=headrace_dot_v1_dot_inference__pb2.AuditPoolRequest.SerializeToString,
+                response_deserializer=headrace_dot_v1_dot_inference__pb2.AuditPoolResponse.FromString,
+                _registered_method=True)
 
 
 class InferenceServicer:
@@ -77,15 +82,19 @@ class InferenceServicer:
     """
 
     def Generate(self, request, context):
-        """Streams a completion. Closing the call cancels the request everywhere. Trace context is read
-        from the metadata keys `traceparent` and `tracestate`.
+        """Streams a completion. Closing the call cancels the request everywhere, unless
+        keep_on_disconnect is set. With the request_id of a live or finished request and an equal body
+        the call attaches to that request, as Resume from token 0 does; with another body a live id is
+        ALREADY_EXISTS. Trace context is read from the metadata keys `traceparent` and `tracestate`.
         """
         context.set_code(grpc.StatusCode.UNIMPLEMENTED)
         context.set_details('Method not implemented!')
         raise NotImplementedError('Method not implemented!')
 
     def Resume(self, request, context):
-        """Streams a live or finished request again from a token position, on any router.
+        """Streams a live or finished request from a token position, on any router. The text is that of
+        the undisturbed call, without the part that came with the earlier tokens. Of several callers
+        the latest is served; an earlier call ends with ABORTED, reason RESUMED_ELSEWHERE.
         """
         context.set_code(grpc.StatusCode.UNIMPLEMENTED)
         context.set_details('Method not implemented!')
@@ -121,6 +130,13 @@ class InferenceServicer:
 
     def GetPool(self, request, context):
         """The workers and their load, as this router sees them.
+        """
+        context.set_code(grpc.StatusCode.UNIMPLEMENTED)
+        context.set_details('Method not implemented!')
+        raise NotImplementedError('Method not implemented!')
+
+    def AuditPool(self, request, context):
+        """Walks the KV ledger of every worker: the scheduler's book, and the worker's rows beside it.
         """
         context.set_code(grpc.StatusCode.UNIMPLEMENTED)
         context.set_details('Method not implemented!')
@@ -163,6 +179,11 @@ def add_InferenceServicer_to_server(servicer, server):
                     servicer.GetPool,
                     request_deserializer=headrace_dot_v1_dot_inference__pb2.GetPoolRequest.FromString,
                     response_serializer=headrace_dot_v1_dot_inference__pb2.GetPoolResponse.SerializeToString,
+            ),
+            'AuditPool': grpc.unary_unary_rpc_method_handler(
+                    servicer.AuditPool,
+                    request_deserializer=headrace_dot_v1_dot_inference__pb2.AuditPoolRequest.FromString,
+                    response_serializer=headrace_dot_v1_dot_inference__pb2.AuditPoolResponse.SerializeToString,
             ),
     }
     generic_handler = grpc.method_handlers_generic_handler(
@@ -355,6 +376,33 @@ class Inference:
             '/headrace.v1.Inference/GetPool',
             headrace_dot_v1_dot_inference__pb2.GetPoolRequest.SerializeToString,
             headrace_dot_v1_dot_inference__pb2.GetPoolResponse.FromString,
+            options,
+            channel_credentials,
+            insecure,
+            call_credentials,
+            compression,
+            wait_for_ready,
+            timeout,
+            metadata,
+            _registered_method=True)
+
+    @staticmethod
+    def AuditPool(request,
+            target,
+            options=(),
+            channel_credentials=None,
+            call_credentials=None,
+            insecure=False,
+            compression=None,
+            wait_for_ready=None,
+            timeout=None,
+            metadata=None):
+        return grpc.experimental.unary_unary(
+            request,
+            target,
+            '/headrace.v1.Inference/AuditPool',
+            headrace_dot_v1_dot_inference__pb2.AuditPoolRequest.SerializeToString,
+            headrace_dot_v1_dot_inference__pb2.AuditPoolResponse.FromString,
             options,
             channel_credentials,
             insecure,

@@ -38,11 +38,16 @@ class InferenceStub:
     @_typing.overload
     def __new__(cls, channel: _aio.Channel) -> InferenceAsyncStub: ...
     Generate: _grpc.UnaryStreamMultiCallable[_inference_pb2.GenerateRequest, _inference_pb2.GenerateResponse]
-    """Streams a completion. Closing the call cancels the request everywhere. Trace context is read
-    from the metadata keys `traceparent` and `tracestate`.
+    """Streams a completion. Closing the call cancels the request everywhere, unless
+    keep_on_disconnect is set. With the request_id of a live or finished request and an equal body
+    the call attaches to that request, as Resume from token 0 does; with another body a live id is
+    ALREADY_EXISTS. Trace context is read from the metadata keys `traceparent` and `tracestate`.
     """
     Resume: _grpc.UnaryStreamMultiCallable[_inference_pb2.ResumeRequest, _inference_pb2.GenerateResponse]
-    """Streams a live or finished request again from a token position, on any router."""
+    """Streams a live or finished request from a token position, on any router. The text is that of
+    the undisturbed call, without the part that came with the earlier tokens. Of several callers
+    the latest is served; an earlier call ends with ABORTED, reason RESUMED_ELSEWHERE.
+    """
     Abort: _grpc.UnaryUnaryMultiCallable[_inference_pb2.AbortRequest, _inference_pb2.AbortResponse]
     """Ends requests. Aborting a finished request is not an error."""
     GetStatus: _grpc.UnaryUnaryMultiCallable[_inference_pb2.GetStatusRequest, _inference_pb2.GetStatusResponse]
@@ -53,6 +58,8 @@ class InferenceStub:
     """Models that at least one worker serves."""
     GetPool: _grpc.UnaryUnaryMultiCallable[_inference_pb2.GetPoolRequest, _inference_pb2.GetPoolResponse]
     """The workers and their load, as this router sees them."""
+    AuditPool: _grpc.UnaryUnaryMultiCallable[_inference_pb2.AuditPoolRequest, _inference_pb2.AuditPoolResponse]
+    """Walks the KV ledger of every worker: the scheduler's book, and the worker's rows beside it."""
 
 @_typing.type_check_only
 class InferenceAsyncStub(InferenceStub):
@@ -60,11 +67,16 @@ class InferenceAsyncStub(InferenceStub):
 
     def __init__(self, channel: _aio.Channel) -> None: ...
     Generate: _aio.UnaryStreamMultiCallable[_inference_pb2.GenerateRequest, _inference_pb2.GenerateResponse]  # type: ignore[assignment]
-    """Streams a completion. Closing the call cancels the request everywhere. Trace context is read
-    from the metadata keys `traceparent` and `tracestate`.
+    """Streams a completion. Closing the call cancels the request everywhere, unless
+    keep_on_disconnect is set. With the request_id of a live or finished request and an equal body
+    the call attaches to that request, as Resume from token 0 does; with another body a live id is
+    ALREADY_EXISTS. Trace context is read from the metadata keys `traceparent` and `tracestate`.
     """
     Resume: _aio.UnaryStreamMultiCallable[_inference_pb2.ResumeRequest, _inference_pb2.GenerateResponse]  # type: ignore[assignment]
-    """Streams a live or finished request again from a token position, on any router."""
+    """Streams a live or finished request from a token position, on any router. The text is that of
+    the undisturbed call, without the part that came with the earlier tokens. Of several callers
+    the latest is served; an earlier call ends with ABORTED, reason RESUMED_ELSEWHERE.
+    """
     Abort: _aio.UnaryUnaryMultiCallable[_inference_pb2.AbortRequest, _inference_pb2.AbortResponse]  # type: ignore[assignment]
     """Ends requests. Aborting a finished request is not an error."""
     GetStatus: _aio.UnaryUnaryMultiCallable[_inference_pb2.GetStatusRequest, _inference_pb2.GetStatusResponse]  # type: ignore[assignment]
@@ -75,6 +87,8 @@ class InferenceAsyncStub(InferenceStub):
     """Models that at least one worker serves."""
     GetPool: _aio.UnaryUnaryMultiCallable[_inference_pb2.GetPoolRequest, _inference_pb2.GetPoolResponse]  # type: ignore[assignment]
     """The workers and their load, as this router sees them."""
+    AuditPool: _aio.UnaryUnaryMultiCallable[_inference_pb2.AuditPoolRequest, _inference_pb2.AuditPoolResponse]  # type: ignore[assignment]
+    """Walks the KV ledger of every worker: the scheduler's book, and the worker's rows beside it."""
 
 class InferenceServicer(metaclass=_abc_1.ABCMeta):
     """Generation, and the state of requests and of the pool."""
@@ -85,8 +99,10 @@ class InferenceServicer(metaclass=_abc_1.ABCMeta):
         request: _inference_pb2.GenerateRequest,
         context: _ServicerContext,
     ) -> _typing.Union[_abc.Iterator[_inference_pb2.GenerateResponse], _abc.AsyncIterator[_inference_pb2.GenerateResponse]]:
-        """Streams a completion. Closing the call cancels the request everywhere. Trace context is read
-        from the metadata keys `traceparent` and `tracestate`.
+        """Streams a completion. Closing the call cancels the request everywhere, unless
+        keep_on_disconnect is set. With the request_id of a live or finished request and an equal body
+        the call attaches to that request, as Resume from token 0 does; with another body a live id is
+        ALREADY_EXISTS. Trace context is read from the metadata keys `traceparent` and `tracestate`.
         """
 
     @_abc_1.abstractmethod
@@ -95,7 +111,10 @@ class InferenceServicer(metaclass=_abc_1.ABCMeta):
         request: _inference_pb2.ResumeRequest,
         context: _ServicerContext,
     ) -> _typing.Union[_abc.Iterator[_inference_pb2.GenerateResponse], _abc.AsyncIterator[_inference_pb2.GenerateResponse]]:
-        """Streams a live or finished request again from a token position, on any router."""
+        """Streams a live or finished request from a token position, on any router. The text is that of
+        the undisturbed call, without the part that came with the earlier tokens. Of several callers
+        the latest is served; an earlier call ends with ABORTED, reason RESUMED_ELSEWHERE.
+        """
 
     @_abc_1.abstractmethod
     def Abort(
@@ -136,5 +155,13 @@ class InferenceServicer(metaclass=_abc_1.ABCMeta):
         context: _ServicerContext,
     ) -> _typing.Union[_inference_pb2.GetPoolResponse, _abc.Awaitable[_inference_pb2.GetPoolResponse]]:
         """The workers and their load, as this router sees them."""
+
+    @_abc_1.abstractmethod
+    def AuditPool(
+        self,
+        request: _inference_pb2.AuditPoolRequest,
+        context: _ServicerContext,
+    ) -> _typing.Union[_inference_pb2.AuditPoolResponse, _abc.Awaitable[_inference_pb2.AuditPoolResponse]]:
+        """Walks the KV ledger of every worker: the scheduler's book, and the worker's rows beside it."""
 
 def add_InferenceServicer_to_server(servicer: InferenceServicer, server: _typing.Union[_grpc.Server, _aio.Server]) -> None: ...

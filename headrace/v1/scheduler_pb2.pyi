@@ -9,6 +9,7 @@ from google.protobuf import message as _message
 from google.protobuf.internal import containers as _containers
 from google.protobuf.internal import enum_type_wrapper as _enum_type_wrapper
 from headrace.v1 import common_pb2 as _common_pb2
+from headrace.v1 import inference_pb2 as _inference_pb2
 import builtins as _builtins
 import sys
 import typing as _typing
@@ -154,7 +155,14 @@ Global___Hello: _TypeAlias = Hello  # noqa: Y015
 
 @_typing.final
 class Submission(_message.Message):
-    """One request for a worker."""
+    """One request for a worker.
+
+    If a request of the same id and a smaller epoch lives here, this submission takes the request
+    over with its KV: the router gets the tokens beyond generated_token_ids, and then what follows.
+    The router that had the request is told so (SchedulerMessage.moved). Where that cannot be (log
+    probabilities are wanted, or generated_token_ids are not a prefix of the request's), the older
+    request ends and this one is computed.
+    """
 
     DESCRIPTOR: _descriptor.Descriptor
 
@@ -172,6 +180,7 @@ class Submission(_message.Message):
     CACHE_SALT_FIELD_NUMBER: _builtins.int
     TENANT_FIELD_NUMBER: _builtins.int
     TRACEPARENT_FIELD_NUMBER: _builtins.int
+    HISTORY_FIELD_NUMBER: _builtins.int
     handle: _builtins.int
     """The router's number for the request, unique within this stream and used in all replies."""
     request_id: _builtins.str
@@ -202,6 +211,10 @@ class Submission(_message.Message):
     def sampling(self) -> _common_pb2.SamplingParams:
         """seed and max_tokens are always set here; n is 1; stop strings stay with the router."""
 
+    @_builtins.property
+    def history(self) -> _containers.RepeatedCompositeFieldContainer[_inference_pb2.ExplainEvent]:
+        """What happened to the request under earlier epochs, for Explain; bounded."""
+
     def __init__(
         self,
         *,
@@ -219,10 +232,11 @@ class Submission(_message.Message):
         cache_salt: _builtins.str = ...,
         tenant: _builtins.str = ...,
         traceparent: _builtins.str = ...,
+        history: _abc.Iterable[_inference_pb2.ExplainEvent] | None = ...,
     ) -> None: ...
     _HasFieldArgType: _TypeAlias = _typing.Literal["sampling", b"sampling"]  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["arrival_time_unix_s", b"arrival_time_unix_s", "cache_salt", b"cache_salt", "deadline_unix_s", b"deadline_unix_s", "epoch", b"epoch", "generated_token_ids", b"generated_token_ids", "handle", b"handle", "model", b"model", "priority", b"priority", "prompt_token_ids", b"prompt_token_ids", "request_id", b"request_id", "sampling", b"sampling", "tenant", b"tenant", "traceparent", b"traceparent", "worker_id", b"worker_id"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["arrival_time_unix_s", b"arrival_time_unix_s", "cache_salt", b"cache_salt", "deadline_unix_s", b"deadline_unix_s", "epoch", b"epoch", "generated_token_ids", b"generated_token_ids", "handle", b"handle", "history", b"history", "model", b"model", "priority", b"priority", "prompt_token_ids", b"prompt_token_ids", "request_id", b"request_id", "sampling", b"sampling", "tenant", b"tenant", "traceparent", b"traceparent", "worker_id", b"worker_id"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     def WhichOneof(self, oneof_group: _Never) -> None: ...
 
@@ -291,6 +305,8 @@ class SchedulerMessage(_message.Message):
 
     STEP_UPDATE_FIELD_NUMBER: _builtins.int
     REFUSALS_FIELD_NUMBER: _builtins.int
+    MOVED_FIELD_NUMBER: _builtins.int
+    ABORTS_FIELD_NUMBER: _builtins.int
     @_builtins.property
     def step_update(self) -> Global___StepUpdate:
         """The new output and events of one step."""
@@ -299,15 +315,27 @@ class SchedulerMessage(_message.Message):
     def refusals(self) -> _containers.RepeatedCompositeFieldContainer[Global___Refusal]:
         """Submissions that were rejected."""
 
+    @_builtins.property
+    def moved(self) -> _containers.RepeatedScalarFieldContainer[_builtins.int]:
+        """Handles of requests that another router has taken over, or that the status store says are not
+        this router's any more; nothing more comes for them.
+        """
+
+    @_builtins.property
+    def aborts(self) -> _containers.RepeatedScalarFieldContainer[_builtins.str]:
+        """Ids that somebody wants to end and that may be in this router's queue (see Scheduler.Abort)."""
+
     def __init__(
         self,
         *,
         step_update: Global___StepUpdate | None = ...,
         refusals: _abc.Iterable[Global___Refusal] | None = ...,
+        moved: _abc.Iterable[_builtins.int] | None = ...,
+        aborts: _abc.Iterable[_builtins.str] | None = ...,
     ) -> None: ...
     _HasFieldArgType: _TypeAlias = _typing.Literal["step_update", b"step_update"]  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["refusals", b"refusals", "step_update", b"step_update"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["aborts", b"aborts", "moved", b"moved", "refusals", b"refusals", "step_update", b"step_update"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     def WhichOneof(self, oneof_group: _Never) -> None: ...
 

@@ -51,6 +51,16 @@ class SchedulerStub:
                 request_serializer=headrace_dot_v1_dot_inference__pb2.ExplainRequest.SerializeToString,
                 response_deserializer=headrace_dot_v1_dot_inference__pb2.ExplainResponse.FromString,
                 _registered_method=True)
+        self.Abort = channel.unary_unary(
+                '/headrace.v1.Scheduler/Abort',
+                request_serializer=headrace_dot_v1_dot_inference__pb2.AbortRequest.SerializeToString,
+                response_deserializer=headrace_dot_v1_dot_inference__pb2.AbortResponse.FromString,
+                _registered_method=True)
+        self.Audit = channel.unary_unary(
+                '/headrace.v1.Scheduler/Audit',
+                request_serializer=headrace_dot_v1_dot_inference__pb2.AuditPoolRequest.SerializeToString,
+                response_deserializer=headrace_dot_v1_dot_inference__pb2.AuditPoolResponse.FromString,
+                _registered_method=True)
 
 
 class SchedulerServicer:
@@ -59,7 +69,9 @@ class SchedulerServicer:
 
     def Connect(self, request_iterator, context):
         """The router sends submissions and cancellations; the scheduler returns one message per step with
-        all new tokens. Closing the stream aborts every request submitted on the stream.
+        all new tokens. When the stream ends, its requests become orphans: they go on until too many
+        of their tokens are unread, then pause, and end with ABORTED after orphan_ttl_s. A submission
+        of the same request_id with a greater epoch takes the request over (see Submission).
         """
         context.set_code(grpc.StatusCode.UNIMPLEMENTED)
         context.set_details('Method not implemented!')
@@ -74,6 +86,21 @@ class SchedulerServicer:
 
     def Explain(self, request, context):
         """A request's scheduling history.
+        """
+        context.set_code(grpc.StatusCode.UNIMPLEMENTED)
+        context.set_details('Method not implemented!')
+        raise NotImplementedError('Method not implemented!')
+
+    def Abort(self, request, context):
+        """Ends requests of any router: those that run here at once, the others by telling every router
+        that is connected here.
+        """
+        context.set_code(grpc.StatusCode.UNIMPLEMENTED)
+        context.set_details('Method not implemented!')
+        raise NotImplementedError('Method not implemented!')
+
+    def Audit(self, request, context):
+        """Walks the KV ledger of every worker of this scheduler.
         """
         context.set_code(grpc.StatusCode.UNIMPLEMENTED)
         context.set_details('Method not implemented!')
@@ -96,6 +123,16 @@ def add_SchedulerServicer_to_server(servicer, server):
                     servicer.Explain,
                     request_deserializer=headrace_dot_v1_dot_inference__pb2.ExplainRequest.FromString,
                     response_serializer=headrace_dot_v1_dot_inference__pb2.ExplainResponse.SerializeToString,
+            ),
+            'Abort': grpc.unary_unary_rpc_method_handler(
+                    servicer.Abort,
+                    request_deserializer=headrace_dot_v1_dot_inference__pb2.AbortRequest.FromString,
+                    response_serializer=headrace_dot_v1_dot_inference__pb2.AbortResponse.SerializeToString,
+            ),
+            'Audit': grpc.unary_unary_rpc_method_handler(
+                    servicer.Audit,
+                    request_deserializer=headrace_dot_v1_dot_inference__pb2.AuditPoolRequest.FromString,
+                    response_serializer=headrace_dot_v1_dot_inference__pb2.AuditPoolResponse.SerializeToString,
             ),
     }
     generic_handler = grpc.method_handlers_generic_handler(
@@ -180,6 +217,60 @@ class Scheduler:
             '/headrace.v1.Scheduler/Explain',
             headrace_dot_v1_dot_inference__pb2.ExplainRequest.SerializeToString,
             headrace_dot_v1_dot_inference__pb2.ExplainResponse.FromString,
+            options,
+            channel_credentials,
+            insecure,
+            call_credentials,
+            compression,
+            wait_for_ready,
+            timeout,
+            metadata,
+            _registered_method=True)
+
+    @staticmethod
+    def Abort(request,
+            target,
+            options=(),
+            channel_credentials=None,
+            call_credentials=None,
+            insecure=False,
+            compression=None,
+            wait_for_ready=None,
+            timeout=None,
+            metadata=None):
+        return grpc.experimental.unary_unary(
+            request,
+            target,
+            '/headrace.v1.Scheduler/Abort',
+            headrace_dot_v1_dot_inference__pb2.AbortRequest.SerializeToString,
+            headrace_dot_v1_dot_inference__pb2.AbortResponse.FromString,
+            options,
+            channel_credentials,
+            insecure,
+            call_credentials,
+            compression,
+            wait_for_ready,
+            timeout,
+            metadata,
+            _registered_method=True)
+
+    @staticmethod
+    def Audit(request,
+            target,
+            options=(),
+            channel_credentials=None,
+            call_credentials=None,
+            insecure=False,
+            compression=None,
+            wait_for_ready=None,
+            timeout=None,
+            metadata=None):
+        return grpc.experimental.unary_unary(
+            request,
+            target,
+            '/headrace.v1.Scheduler/Audit',
+            headrace_dot_v1_dot_inference__pb2.AuditPoolRequest.SerializeToString,
+            headrace_dot_v1_dot_inference__pb2.AuditPoolResponse.FromString,
             options,
             channel_credentials,
             insecure,

@@ -36,12 +36,20 @@ class SchedulerStub:
     def __new__(cls, channel: _aio.Channel) -> SchedulerAsyncStub: ...
     Connect: _grpc.StreamStreamMultiCallable[_scheduler_pb2.RouterMessage, _scheduler_pb2.SchedulerMessage]
     """The router sends submissions and cancellations; the scheduler returns one message per step with
-    all new tokens. Closing the stream aborts every request submitted on the stream.
+    all new tokens. When the stream ends, its requests become orphans: they go on until too many
+    of their tokens are unread, then pause, and end with ABORTED after orphan_ttl_s. A submission
+    of the same request_id with a greater epoch takes the request over (see Submission).
     """
     WatchPool: _grpc.UnaryStreamMultiCallable[_scheduler_pb2.WatchPoolRequest, _scheduler_pb2.PoolSnapshot]
     """Sends the pool's state at once, on every change (at most every 100 ms) and at least every 1 s."""
     Explain: _grpc.UnaryUnaryMultiCallable[_inference_pb2.ExplainRequest, _inference_pb2.ExplainResponse]
     """A request's scheduling history."""
+    Abort: _grpc.UnaryUnaryMultiCallable[_inference_pb2.AbortRequest, _inference_pb2.AbortResponse]
+    """Ends requests of any router: those that run here at once, the others by telling every router
+    that is connected here.
+    """
+    Audit: _grpc.UnaryUnaryMultiCallable[_inference_pb2.AuditPoolRequest, _inference_pb2.AuditPoolResponse]
+    """Walks the KV ledger of every worker of this scheduler."""
 
 @_typing.type_check_only
 class SchedulerAsyncStub(SchedulerStub):
@@ -50,12 +58,20 @@ class SchedulerAsyncStub(SchedulerStub):
     def __init__(self, channel: _aio.Channel) -> None: ...
     Connect: _aio.StreamStreamMultiCallable[_scheduler_pb2.RouterMessage, _scheduler_pb2.SchedulerMessage]  # type: ignore[assignment]
     """The router sends submissions and cancellations; the scheduler returns one message per step with
-    all new tokens. Closing the stream aborts every request submitted on the stream.
+    all new tokens. When the stream ends, its requests become orphans: they go on until too many
+    of their tokens are unread, then pause, and end with ABORTED after orphan_ttl_s. A submission
+    of the same request_id with a greater epoch takes the request over (see Submission).
     """
     WatchPool: _aio.UnaryStreamMultiCallable[_scheduler_pb2.WatchPoolRequest, _scheduler_pb2.PoolSnapshot]  # type: ignore[assignment]
     """Sends the pool's state at once, on every change (at most every 100 ms) and at least every 1 s."""
     Explain: _aio.UnaryUnaryMultiCallable[_inference_pb2.ExplainRequest, _inference_pb2.ExplainResponse]  # type: ignore[assignment]
     """A request's scheduling history."""
+    Abort: _aio.UnaryUnaryMultiCallable[_inference_pb2.AbortRequest, _inference_pb2.AbortResponse]  # type: ignore[assignment]
+    """Ends requests of any router: those that run here at once, the others by telling every router
+    that is connected here.
+    """
+    Audit: _aio.UnaryUnaryMultiCallable[_inference_pb2.AuditPoolRequest, _inference_pb2.AuditPoolResponse]  # type: ignore[assignment]
+    """Walks the KV ledger of every worker of this scheduler."""
 
 class SchedulerServicer(metaclass=_abc_1.ABCMeta):
     """Decides each step of each gpuworker it drives."""
@@ -67,7 +83,9 @@ class SchedulerServicer(metaclass=_abc_1.ABCMeta):
         context: _ServicerContext,
     ) -> _typing.Union[_abc.Iterator[_scheduler_pb2.SchedulerMessage], _abc.AsyncIterator[_scheduler_pb2.SchedulerMessage]]:
         """The router sends submissions and cancellations; the scheduler returns one message per step with
-        all new tokens. Closing the stream aborts every request submitted on the stream.
+        all new tokens. When the stream ends, its requests become orphans: they go on until too many
+        of their tokens are unread, then pause, and end with ABORTED after orphan_ttl_s. A submission
+        of the same request_id with a greater epoch takes the request over (see Submission).
         """
 
     @_abc_1.abstractmethod
@@ -85,5 +103,23 @@ class SchedulerServicer(metaclass=_abc_1.ABCMeta):
         context: _ServicerContext,
     ) -> _typing.Union[_inference_pb2.ExplainResponse, _abc.Awaitable[_inference_pb2.ExplainResponse]]:
         """A request's scheduling history."""
+
+    @_abc_1.abstractmethod
+    def Abort(
+        self,
+        request: _inference_pb2.AbortRequest,
+        context: _ServicerContext,
+    ) -> _typing.Union[_inference_pb2.AbortResponse, _abc.Awaitable[_inference_pb2.AbortResponse]]:
+        """Ends requests of any router: those that run here at once, the others by telling every router
+        that is connected here.
+        """
+
+    @_abc_1.abstractmethod
+    def Audit(
+        self,
+        request: _inference_pb2.AuditPoolRequest,
+        context: _ServicerContext,
+    ) -> _typing.Union[_inference_pb2.AuditPoolResponse, _abc.Awaitable[_inference_pb2.AuditPoolResponse]]:
+        """Walks the KV ledger of every worker of this scheduler."""
 
 def add_SchedulerServicer_to_server(servicer: SchedulerServicer, server: _typing.Union[_grpc.Server, _aio.Server]) -> None: ...

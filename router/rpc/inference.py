@@ -211,6 +211,12 @@ class InferenceService:
             num_paused=self._router.num_paused,
         )
 
+    async def AuditPool(
+        self, _request: inference_pb2.AuditPoolRequest, _context: Any
+    ) -> inference_pb2.AuditPoolResponse:
+        """Not served yet."""
+        raise unimplemented("RESUME", "AuditPool is not served yet")
+
     def _vocab_size(self, model_name: str) -> int:
         """The smallest vocabulary of the ready workers; without one, the tokenizer's."""
         ready = self._router.pool.ready(model_name, self._router.now())

@@ -6,7 +6,14 @@ from typing import Any
 
 import grpc.aio
 
-from headrace.service.errors import ServiceError, exhausted, invalid, not_found, unavailable
+from headrace.service.errors import (
+    ServiceError,
+    exhausted,
+    invalid,
+    not_found,
+    unavailable,
+    unimplemented,
+)
 from headrace.service.handlers import write
 from headrace.v1 import inference_pb2, scheduler_pb2, scheduler_pb2_grpc
 from headrace.vocabulary import RefusalReason
@@ -110,6 +117,18 @@ class SchedulerService(scheduler_pb2_grpc.SchedulerServicer):
                 "UNKNOWN_REQUEST", f"no request {request.request_id!r} is here or ended lately"
             )
         return wire.explain_response(explanation)
+
+    async def Abort(
+        self, _request: inference_pb2.AbortRequest, _context: Context
+    ) -> inference_pb2.AbortResponse:
+        """Not served yet."""
+        raise unimplemented("RESUME", "Abort is not served yet")
+
+    async def Audit(
+        self, _request: inference_pb2.AuditPoolRequest, _context: Context
+    ) -> inference_pb2.AuditPoolResponse:
+        """Not served yet."""
+        raise unimplemented("RESUME", "Audit is not served yet")
 
 
 async def _write_news(connection: RouterConnection, context: Context) -> None:

@@ -73,7 +73,7 @@ class Connection:
     live: dict[int, Generation] = field(default_factory=dict)
 
 
-class FakeScheduler:
+class FakeScheduler(scheduler_pb2_grpc.SchedulerServicer):
     """Each `step` gives every live request its next tokens; `is_paced` steps by itself."""
 
     def __init__(self, *, script: Callable | None = None, is_paced=True, interval_s=0.0):
