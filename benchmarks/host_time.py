@@ -38,7 +38,7 @@ from gpuworker.attention.native_library import NativeUnavailableError
 from gpuworker.attention.triton.backend import AttentionSetup, TritonAttention
 from gpuworker.attention.triton.configs import Target
 from gpuworker.core.input_batch import BatchLimits
-from gpuworker.core.plan import StepPlan, StepResult
+from gpuworker.core.plan import ExecutedStep, ReceivedPlan
 from gpuworker.device.graphs import default_sizes
 from gpuworker.device.transfers import HostTransfers
 from gpuworker.forward import Forward
@@ -187,12 +187,12 @@ def measure(num_seqs: int, num_steps: int) -> dict[str, np.ndarray]:
     pending = None
     for message in messages(num_seqs, num_steps):
         received = clock()
-        plan: StepPlan = wire.step_plan(message)
+        plan: ReceivedPlan = wire.step_plan(message)
         parsed = clock()
         step = runner.launch(plan)
         launched = clock()
         if pending is not None:
-            result: StepResult = pending.finish()
+            result: ExecutedStep = pending.finish()
             assert not result.errors
         finished = clock()
         pending = step

@@ -24,7 +24,7 @@ from gpuworker.attention.interface import (
 from gpuworker.attention.reference import ReferenceAttention
 from gpuworker.attention.triton.backend import AttentionSetup, TritonAttention
 from gpuworker.kernels.fused import TritonOps
-from gpuworker.kernels.ops import Draws, HeadNorms, RopeTables, TokenPlaces
+from gpuworker.kernels.ops import Draws, HeadNorms, RopeTables, StepTokens
 
 # Several times the largest cache.
 _COLD_BYTES = 512 << 20
@@ -243,7 +243,7 @@ def _layer_calls(machine: Machine, num_tokens: int) -> _Calls:
     gate_up, qkv = random(num_tokens, 2 * inner), random(num_tokens, 48, dim)
     pool = random(-(-num_tokens // PAGE), 8, PAGE, dim)
     kv = LayerKv(pool, pool.clone())
-    places = TokenPlaces(torch.arange(num_tokens, device=device), _Slots(num_tokens, device))
+    tokens = StepTokens(torch.arange(num_tokens, device=device), _Slots(num_tokens, device))
     norms = HeadNorms(torch.ones(dim, device=device), torch.ones(dim, device=device), 1e-6)
     angles = torch.rand(num_tokens, dim // 2, device=device)
     rope = RopeTables(angles.cos(), angles.sin())
@@ -254,7 +254,7 @@ def _layer_calls(machine: Machine, num_tokens: int) -> _Calls:
         ),
         "silu gate": (lambda: ops.gate(gate_up, "silu"), gate_up.nbytes * 3 // 2),
         "rotate_and_write": (
-            lambda: ops.rotate_and_write(qkv, kv, places, norms, rope),
+            lambda: ops.rotate_and_write(qkv, kv, tokens, norms, rope),
             2 * qkv.nbytes,
         ),
     }

@@ -22,7 +22,7 @@ from benchmarks.gpu_machine import Machine
 from benchmarks.random_model import RandomSource
 from benchmarks.tables import Table
 from gpuworker.config import KvCacheSettings, WorkerSettings
-from gpuworker.core.plan import Int32Array, RowRequest, SamplingSettings, StepPlan
+from gpuworker.core.plan import AssignedRequest, Int32Array, ReceivedPlan, SamplingSettings
 from gpuworker.engine import engine_of
 from gpuworker.kv_pool import KvPoolError
 from gpuworker.runner import ModelRunner, PendingStep
@@ -210,7 +210,7 @@ class Requests:
 
     def _start(self, rows: Int32Array, num_computed: int, count: int, **placed: Any) -> PendingStep:
         every = np.ones_like(rows)
-        plan = StepPlan(
+        plan = ReceivedPlan(
             step_id=self._num_steps,
             rows=rows,
             num_computed_tokens=every * num_computed,
@@ -228,7 +228,7 @@ class Requests:
         num_blocks = blocks_of(self._task)
         return {
             "row_requests": tuple(
-                RowRequest(
+                AssignedRequest(
                     row, f"r{row}", rng.integers(0, vocab_size, length, np.int32), length, greedy
                 )
                 for row in self._rows.tolist()

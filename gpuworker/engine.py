@@ -37,7 +37,7 @@ from gpuworker.kernels.twins import TorchOps
 from gpuworker.machine import give_back_freed_memory, gpu_driver
 from gpuworker.models.config import ModelConfig
 from gpuworker.models.decoder import Decoder
-from gpuworker.models.loader import Progress, load_decoder, with_max_model_len
+from gpuworker.models.loader import ReportCount, load_decoder, with_max_model_len
 from gpuworker.models.source import WeightSource, open_source
 from gpuworker.runner import ModelRunner
 from gpuworker.sampling.sampler import Sampler
@@ -94,8 +94,8 @@ def load_engine(
     kv_cache: KvCacheSettings,
     model: Path,
     *,
-    loading: Progress,
-    capturing: Progress,
+    loading: ReportCount,
+    capturing: ReportCount,
     parts: DeviceParts | None = None,
 ) -> LoadedModel:
     """Loads the model, allocates its KV pool and captures its graphs; takes seconds to minutes.
@@ -124,8 +124,8 @@ def engine_of(
     settings: WorkerSettings,
     kv_cache: KvCacheSettings,
     *,
-    loading: Progress,
-    capturing: Progress,
+    loading: ReportCount,
+    capturing: ReportCount,
     parts: DeviceParts | None = None,
 ) -> LoadedModel:
     """Does the same as load_engine, with weights from any source."""
@@ -184,8 +184,8 @@ class Assembly:
         kv = kv_pool.allocate(
             config, num_kv_blocks, limits.block_size, self.kv_dtype, decoder.device
         )
-        place = (decoder.device, decoder.dtype)
-        attention = attention_backend(self.attention, limits, config, place, self.kv_dtype)
+        target = (decoder.device, decoder.dtype)
+        attention = attention_backend(self.attention, limits, config, target, self.kv_dtype)
         return build_runner(decoder, attention, kv, limits, self.parts, num_spec_tokens)
 
 
@@ -261,7 +261,7 @@ def attention_backend(
     name: str,
     limits: BatchLimits,
     config: ModelConfig,
-    place: tuple[torch.device, torch.dtype],
+    target: tuple[torch.device, torch.dtype],
     kv_dtype: torch.dtype,
 ) -> AttentionBackend:
     """The attention backend called `name`, or for "auto" the fastest that runs here.
@@ -269,7 +269,7 @@ def attention_backend(
     Raises:
         ValueError: the backend that was asked for cannot run here.
     """
-    device, dtype = place
+    device, dtype = target
     shape = kv_pool.kv_shape(config, limits.num_kv_blocks, limits.block_size)
     best, *others = _ATTENTION_BY_DEVICE[device.type]
     if name not in {"auto", best, *others}:

@@ -6,7 +6,7 @@ waits for the device.
 """
 
 from bisect import bisect_left
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass
 
 import numpy as np
@@ -20,9 +20,8 @@ from gpuworker.core.request_slots import RequestSlots
 from gpuworker.device.graphs import GraphRecorder, StepGraph
 from gpuworker.models.decoder import Decoder
 from gpuworker.models.linear import padded_rows
+from gpuworker.models.loader import ReportCount
 from gpuworker.step_inputs import InputStaging, SampleColumns, StepInputs, StepSizes
-
-Progress = Callable[[int, int], None]
 
 
 @dataclass(frozen=True, slots=True)
@@ -63,7 +62,7 @@ class Forward:
         # [largest graph size, vocab_size]; shared, because each graph would keep a copy of its own.
         self._graph_logits = torch.empty(0, device=decoder.device)
 
-    def capture(self, sizes: Sequence[int], recorder: GraphRecorder, progress: Progress) -> None:
+    def capture(self, sizes: Sequence[int], recorder: GraphRecorder, progress: ReportCount) -> None:
         """Captures steps without prefill chunks, the largest first: smaller ones reuse its memory.
 
         Args:
@@ -119,9 +118,9 @@ class Forward:
 
     def _num_padded(self, num_tokens: int, is_sampled: bool) -> int:
         """The number of tokens that a step is padded to; is_sampled: every token is sampled."""
-        place = bisect_left(self._graph_sizes, num_tokens)
-        if is_sampled and place < len(self._graph_sizes):
-            return self._graph_sizes[place]
+        index = bisect_left(self._graph_sizes, num_tokens)
+        if is_sampled and index < len(self._graph_sizes):
+            return self._graph_sizes[index]
         return padded_rows(num_tokens)
 
     def _hidden(self, inputs: StepInputs, prepared: PreparedStep) -> torch.Tensor:

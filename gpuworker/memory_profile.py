@@ -9,7 +9,7 @@ from dataclasses import dataclass
 import numpy as np
 
 from gpuworker.core.input_batch import BatchLimits
-from gpuworker.core.plan import RowRequest, SamplingSettings, StepPlan
+from gpuworker.core.plan import AssignedRequest, ReceivedPlan, SamplingSettings
 from gpuworker.device.graphs import GraphRecorder
 from gpuworker.device.memory import MemoryReader
 from gpuworker.kv_pool import KvPoolError
@@ -114,7 +114,7 @@ def measure(
     ).checked()
 
 
-def largest_step(limits: BatchLimits) -> StepPlan:
+def largest_step(limits: BatchLimits) -> ReceivedPlan:
     """A step with the most tokens and samples that the limits allow; all rows share block 1."""
     num_reqs = min(limits.max_num_seqs, limits.max_num_batched_tokens)
     rows = np.arange(num_reqs, dtype=np.int32)
@@ -122,10 +122,10 @@ def largest_step(limits: BatchLimits) -> StepPlan:
     lengths[: limits.max_num_batched_tokens % num_reqs] += 1
     lengths = np.minimum(lengths, limits.max_model_len)
     num_blocks = -(-lengths // limits.block_size)
-    return StepPlan(
+    return ReceivedPlan(
         step_id=0,
         row_requests=tuple(
-            RowRequest(row, "profile", np.zeros(length, dtype=np.int32), length, _COSTLY)
+            AssignedRequest(row, "profile", np.zeros(length, dtype=np.int32), length, _COSTLY)
             for row, length in enumerate(lengths.tolist())
         ),
         appended_block_rows=np.repeat(rows, num_blocks),

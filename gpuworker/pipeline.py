@@ -8,11 +8,11 @@ from collections.abc import Callable
 from concurrent.futures import Executor, Future, ThreadPoolExecutor
 from functools import partial
 
-from gpuworker.core.plan import StepResult
+from gpuworker.core.plan import ExecutedStep
 from gpuworker.runner import PendingStep
 
 Launch = Callable[[], PendingStep]
-Finish = Callable[[PendingStep], StepResult]
+Finish = Callable[[PendingStep], ExecutedStep]
 
 
 class StepPipeline:
@@ -26,18 +26,18 @@ class StepPipeline:
         self._model_thread = model_thread
         self._waiting_thread = ThreadPoolExecutor(1, thread_name_prefix="device")
 
-    def submit(self, launch: Launch, finish: Finish) -> "Future[StepResult]":
+    def submit(self, launch: Launch, finish: Finish) -> "Future[ExecutedStep]":
         """Runs a step; `launch` and `finish` are called on the model's thread.
 
         Returns:
             Its result, or what `launch` or `finish` raised; it cannot be cancelled.
         """
-        result: Future[StepResult] = Future()
+        result: Future[ExecutedStep] = Future()
         result.set_running_or_notify_cancel()
         self._model_thread.submit(self._launch, launch, finish, result)
         return result
 
-    def _launch(self, launch: Launch, finish: Finish, result: "Future[StepResult]") -> None:
+    def _launch(self, launch: Launch, finish: Finish, result: "Future[ExecutedStep]") -> None:
         try:
             step = launch()
             if step.is_done:
@@ -60,7 +60,7 @@ class StepPipeline:
 def _settle(
     finish: Finish,
     step: PendingStep,
-    result: "Future[StepResult]",
+    result: "Future[ExecutedStep]",
     failure: BaseException | None,
 ) -> None:
     """Finishes the step even if the wait failed, because the runner keeps count of its steps."""

@@ -18,12 +18,12 @@ from gpuworker.core.input_batch import BatchLimits, FlatBatch, InputBatch, OpenT
 from gpuworker.core.ngram import propose
 from gpuworker.core.plan import (
     EMPTY_INT32,
+    ExecutedStep,
     Int32Array,
     LogprobColumns,
+    ReceivedPlan,
     RowError,
-    RowLogprobs,
-    StepPlan,
-    StepResult,
+    RowLogprobColumns,
 )
 from gpuworker.device.transfers import DeviceEvent, Transfers
 from gpuworker.forward import Forward, Outputs
@@ -40,11 +40,11 @@ class PendingStep:
     """A step that was launched and is not finished."""
 
     def __init__(
-        self, copied: DeviceEvent, complete: Callable[["PendingStep"], StepResult]
+        self, copied: DeviceEvent, complete: Callable[["PendingStep"], ExecutedStep]
     ) -> None:
         self._copied = copied
         self._complete = complete
-        self._result: StepResult | None = None
+        self._result: ExecutedStep | None = None
 
     @property
     def is_done(self) -> bool:
@@ -55,7 +55,7 @@ class PendingStep:
         """Waits until the device has completed the step; may be called from any thread."""
         self._copied.synchronize()
 
-    def finish(self) -> StepResult:
+    def finish(self) -> ExecutedStep:
         """The result of the step; finishes earlier steps first. Called on the runner's thread."""
         if self._result is None:
             self._copied.synchronize()
@@ -128,12 +128,12 @@ class ModelRunner:
         self._pending.clear()
         self._rows.clear()
 
-    def execute(self, plan: StepPlan) -> StepResult:
+    def execute(self, plan: ReceivedPlan) -> ExecutedStep:
         """Runs one step from beginning to end; see `launch`."""
         return self.launch(plan).finish()
 
     @torch.inference_mode()
-    def launch(self, plan: StepPlan) -> PendingStep:
+    def launch(self, plan: ReceivedPlan) -> PendingStep:
         """Starts one step.
 
         Steps in flight are finished first if one verifies drafts (only its result tells how many
@@ -148,7 +148,7 @@ class ModelRunner:
         while len(self._pending) > most:
             self._pending[0].finish()
         batch = self._rows.apply(plan)
-        self._sampler.place(plan.row_requests, self._rows)
+        self._sampler.reset_rows(plan.row_requests, self._rows)
         if batch.num_tokens == 0:
             return PendingStep(self._transfers.mark(), lambda _: self._nothing(batch, started_s))
         launched = self._start(batch, started_s)
@@ -157,9 +157,9 @@ class ModelRunner:
         self._has_drafts_pending = launched.open_tokens is None
         return step
 
-    def _nothing(self, batch: FlatBatch, started_s: float) -> StepResult:
+    def _nothing(self, batch: FlatBatch, started_s: float) -> ExecutedStep:
         """The result of a step that schedules no tokens."""
-        return StepResult(
+        return ExecutedStep(
             step_id=batch.step_id,
             num_sampled_tokens=batch.num_samples,
             token_ids=EMPTY_INT32,
@@ -199,18 +199,18 @@ class ModelRunner:
         to_device = self._transfers.to_device
         for row in np.unique(batch.prompt_rows).tolist():
             assert outputs.hidden is not None, "a replayed step computes no prompt tokens"
-            places = np.flatnonzero(batch.prompt_rows == row)
+            indices = np.flatnonzero(batch.prompt_rows == row)
             num_top = int(self._rows.slots.num_prompt_logprobs[row])
             pieces_by_row[row] = []
-            for start in range(0, len(places), _MAX_PROMPT_LOGITS):
-                piece = places[start : start + _MAX_PROMPT_LOGITS]
+            for start in range(0, len(indices), _MAX_PROMPT_LOGITS):
+                piece = indices[start : start + _MAX_PROMPT_LOGITS]
                 logits = self.forward.logits(outputs.hidden, to_device(batch.prompt_indices[piece]))
                 targets = to_device(batch.prompt_target_ids[piece])
                 pieces_by_row[row].append(start_logprobs(logits, targets, num_top, self._transfers))
         return pieces_by_row
 
     @torch.inference_mode()
-    def _complete(self, step: PendingStep, launched: _Launched) -> StepResult:
+    def _complete(self, step: PendingStep, launched: _Launched) -> ExecutedStep:
         """Reads a step's results and appends its tokens to the rows."""
         while step in self._pending and self._pending[0] is not step:
             self._pending[0].finish()
@@ -229,7 +229,7 @@ class ModelRunner:
         if step in self._pending:
             self._pending.remove(step)
         num_drafts, drafts = self._propose(batch, counts)
-        return StepResult(
+        return ExecutedStep(
             step_id=batch.step_id,
             num_sampled_tokens=counts,
             token_ids=token_ids,
@@ -303,7 +303,7 @@ def _kept(num_samples: Int32Array, counts: Int32Array) -> NDArray[np.bool_]:
     return is_kept
 
 
-def _row_logprobs(launched: _Launched, counts: Int32Array) -> tuple[RowLogprobs, ...]:
+def _row_logprobs(launched: _Launched, counts: Int32Array) -> tuple[RowLogprobColumns, ...]:
     """Log probabilities of every row that asked for any and has some in this step."""
     if launched.logprobs is None and not launched.prompt_logprobs:
         return ()
@@ -320,5 +320,5 @@ def _row_logprobs(launched: _Launched, counts: Int32Array) -> tuple[RowLogprobs,
         if row in launched.prompt_logprobs:
             of_prompt = join([piece.columns() for piece in launched.prompt_logprobs[row]])
         if of_tokens is not None or of_prompt is not None:
-            rows.append(RowLogprobs(row, of_tokens, of_prompt))
+            rows.append(RowLogprobColumns(row, of_tokens, of_prompt))
     return tuple(rows)

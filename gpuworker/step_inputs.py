@@ -1,7 +1,7 @@
-"""A step's integers on the device: tokens, places to sample, settings, drafts; one copy for all.
+"""A step's integers on the device: tokens, samples, settings, drafts; one copy for all.
 
-Where each lies depends on the step's sizes alone, so that what a CUDA graph reads of steps of one
-size always has the same address.
+Where each section begins depends on the step's sizes alone, so that a CUDA graph finds the inputs
+of every step of its size at the same addresses.
 """
 
 from collections.abc import Mapping
@@ -75,7 +75,7 @@ class InputStaging:
     """
 
     def __init__(self, limits: BatchLimits, device: torch.device) -> None:
-        # A step has no more places to sample, and drafts, than tokens; padding adds a third or 64.
+        # A step has no more samples, and no more drafts, than tokens; padding adds a third or 64.
         most = max(limits.max_num_batched_tokens * 4 // 3, limits.max_num_batched_tokens + 64)
         largest = StepSizes(most, most, most, limits.max_num_seqs, most)
         self._ring = StagingRing(_sections(largest).end, device)
@@ -83,16 +83,16 @@ class InputStaging:
 
     def send(self, batch: FlatBatch, slots: RequestSlots, sizes: StepSizes) -> StepInputs:
         """Starts the copy of a step, which overwrites the last one in the device's order."""
-        places = _sections(sizes)
-        values = self._ring.reserve(places.end)
-        _fill(places.token_ids(values), batch.token_ids)
-        _fill(places.positions(values), batch.positions)
+        sections = _sections(sizes)
+        values = self._ring.reserve(sections.end)
+        _fill(sections.token_ids(values), batch.token_ids)
+        _fill(sections.positions(values), batch.positions)
         if batch.num_tokens != sizes.num_samples:
-            _fill(places.logits_indices(values), batch.logits_indices)
+            _fill(sections.logits_indices(values), batch.logits_indices)
         if sizes.num_samples:
-            _fill_samples(places, values, batch, slots)
+            _fill_samples(sections, values, batch, slots)
         if sizes.num_verified:
-            _fill_drafts(places, values, batch)
+            _fill_drafts(sections, values, batch)
         self._ring.send()
         return self._views(sizes)
 
@@ -101,9 +101,9 @@ class InputStaging:
         return self._views(sizes)
 
     def _make_views(self, sizes: StepSizes) -> StepInputs:
-        places, buffer = _sections(sizes), self._ring.device_buffer
-        words = places.words(buffer)
-        longs = places.longs(buffer).view(torch.int64)
+        sections, buffer = _sections(sizes), self._ring.device_buffer
+        words = sections.words(buffer)
+        longs = sections.longs(buffer).view(torch.int64)
         floats, doubles = words.view(torch.float32), longs.view(torch.float64)
 
         tables = {Column.INT32: words, Column.FLOAT32: floats, Column.FLOAT64: doubles}
@@ -119,12 +119,12 @@ class InputStaging:
 
         verification = None
         if sizes.num_verified:
-            starts, counts, firsts = places.verification(buffer)[:, : sizes.num_verified]
+            starts, counts, firsts = sections.verification(buffer)[:, : sizes.num_verified]
             verification = Verification(
                 sample_starts=starts,
                 num_samples=counts,
                 draft_starts=firsts,
-                drafts=places.drafts(buffer),
+                drafts=sections.drafts(buffer),
             )
         samples = SampleColumns(
             rows=column(longs, "row"),
@@ -141,9 +141,9 @@ class InputStaging:
             verification=verification,
         )
         return StepInputs(
-            places.token_ids(buffer),
-            places.positions(buffer),
-            places.logits_indices(buffer),
+            sections.token_ids(buffer),
+            sections.positions(buffer),
+            sections.logits_indices(buffer),
             samples,
         )
 
@@ -217,25 +217,25 @@ def _fill(section: Int32Array, values: NDArray[np.integer]) -> None:
 
 
 def _fill_samples(
-    places: _StepSections, values: Int32Array, batch: FlatBatch, slots: RequestSlots
+    sections: _StepSections, values: Int32Array, batch: FlatBatch, slots: RequestSlots
 ) -> None:
     """The settings of the rows that sample, and how far each is."""
-    words, longs = places.words(values), places.longs(values).view(np.int64)
-    count = places.sizes.num_samples
+    words, longs = sections.words(values), sections.longs(values).view(np.int64)
+    count = sections.sizes.num_samples
     # Rows were checked: clipping saves numpy a copy.
     np.take(slots.words, batch.sample_rows, 1, words[: len(WORD_COLUMNS), :count], "clip")
     np.take(slots.longs, batch.sample_rows, 1, longs[: len(LONG_COLUMNS), :count], "clip")
     longs[-1, :count] = batch.sample_positions
 
 
-def _fill_drafts(places: _StepSections, values: Int32Array, batch: FlatBatch) -> None:
+def _fill_drafts(sections: _StepSections, values: Int32Array, batch: FlatBatch) -> None:
     """Which drafts precede each sample, and which samples each request has."""
-    words, verification = places.words(values), places.verification(values)
+    words, verification = sections.words(values), sections.verification(values)
     num_samples, num_drafts = batch.num_samples, batch.num_draft_tokens
     starts = np.cumsum(num_samples) - num_samples
     firsts = np.cumsum(num_drafts) - num_drafts
     verification[:, : batch.num_reqs] = starts, num_samples, firsts
-    count = places.sizes.num_samples
+    count = sections.sizes.num_samples
     words[-2, :count] = np.repeat(firsts, num_samples)
     words[-1, :count] = np.arange(count) - np.repeat(starts, num_samples)
-    places.drafts(values)[:] = batch.draft_token_ids
+    sections.drafts(values)[:] = batch.draft_token_ids

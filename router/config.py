@@ -8,7 +8,7 @@ from headrace.service.config import help_text
 from headrace.service.serving import ServingConfig
 from router.core.admission import Limits, TenantLimits
 from router.core.pauses import SlowClient, UnreadLimits
-from router.core.policies import Policy
+from router.core.policies import OrderName
 from router.rules import Rules
 
 
@@ -28,9 +28,9 @@ class RouterConfig(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
     store_url: Annotated[
         str, help_text("Status store: redis://, rediss:// or unix://; empty keeps no status.")
     ] = ""
-    policy: Annotated[Policy, help_text("Order of waiting requests; fair is between tenants.")] = (
-        "fair"
-    )
+    policy: Annotated[
+        OrderName, help_text("Order of waiting requests; fair is between tenants.")
+    ] = "fair"
     priority_aging_s: Annotated[
         float,
         help_text("Seconds of waiting that one priority is worth; 0: priority is strict.", ge=0),

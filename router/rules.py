@@ -8,7 +8,7 @@ from router.core.admission import Limits, TenantLimits
 from router.core.fairness import FairShare
 from router.core.model_queue import ModelQueue
 from router.core.pauses import UnreadLimits
-from router.core.policies import Policy, make_order
+from router.core.policies import OrderName, make_order
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -18,7 +18,7 @@ class Rules:
     limits: Limits = field(default_factory=Limits)
     tenant_limits: TenantLimits = field(default_factory=TenantLimits)
     limits_by_tenant: Mapping[str, TenantLimits] = field(default_factory=dict)
-    policy: Policy = "fair"
+    policy: OrderName = "fair"
     priority_aging_s: float = 60.0
     output_price: float = 2.0
     unread: UnreadLimits = field(default_factory=UnreadLimits)

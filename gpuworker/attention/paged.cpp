@@ -335,7 +335,7 @@ struct Piece {
   void rows_of_tile(int row, int64_t start, int num_keys, const float* values) {
     TileRow scores[R];
     score<R>(&scratch.queries[row * dim()], scratch.keys.data(), dim(), scores);
-    for (int r = 0; r < R; ++r) soften(row + r, start, num_keys, scores[r]);
+    for (int r = 0; r < R; ++r) softmax(row + r, start, num_keys, scores[r]);
     constexpr int some = R > kOutputRows ? kOutputRows : R;
     for (int r = 0; r < R; r += some)
       accumulate_all<some>(&scratch.weights[(row + r) * kTile], &scratch.decays[row + r], values,
@@ -343,7 +343,7 @@ struct Piece {
   }
 
   // Computes a row's softmax weights relative to the row's new maximum.
-  void soften(int row, int64_t start, int num_keys, TileRow& scores) {
+  void softmax(int row, int64_t start, int num_keys, TileRow& scores) {
     if (layer.soft_cap != 0.0f)
       for (Vec& part : scores.parts) part = tanh(part / layer.soft_cap) * layer.soft_cap;
     int64_t to = position(row) - start;  // last key seen

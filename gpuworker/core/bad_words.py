@@ -40,7 +40,7 @@ class BadWords:
         """The tokens that would complete a sequence.
 
         Args:
-            output: [num_tokens] tokens generated so far, drafts before this place included.
+            output: [num_tokens] tokens generated so far, drafts before the sample included.
 
         Returns:
             [num_forbidden] token ids; a token may occur twice.

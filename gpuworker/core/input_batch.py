@@ -11,11 +11,11 @@ import numpy as np
 
 from gpuworker.core.plan import (
     EMPTY_INT32,
+    AssignedRequest,
     Int32Array,
     Int64Array,
     PlanError,
-    RowRequest,
-    StepPlan,
+    ReceivedPlan,
 )
 from gpuworker.core.plan_checks import check_columns, what_is_wrong
 from gpuworker.core.request_slots import RequestSlots
@@ -41,7 +41,7 @@ class FlatBatch:
     """One step's tokens, request after request in the plan's order.
 
     A row that reaches its last known token samples once there and once more after each draft;
-    `sample_*` columns have one entry per such place.
+    `sample_*` columns have one entry per sample.
     """
 
     step_id: int
@@ -120,7 +120,7 @@ class InputBatch:
         self._block_table[:] = NULL_BLOCK
         self._num_blocks[:] = 0
 
-    def apply(self, plan: StepPlan) -> FlatBatch:
+    def apply(self, plan: ReceivedPlan) -> FlatBatch:
         """Applies a plan's changes to the rows and gathers its flat batch.
 
         Raises:
@@ -129,7 +129,7 @@ class InputBatch:
         """
         self._free(plan.freed_rows)
         for request in plan.row_requests:
-            self._place(request)
+            self._assign(request)
         self._append_blocks(plan.appended_block_rows, plan.appended_block_ids)
         self.slots.check_occupied(plan.rows, "rows")
         num_draft_tokens = check_columns(
@@ -183,20 +183,20 @@ class InputBatch:
         self._block_table[rows] = NULL_BLOCK
         self._num_blocks[rows] = 0
 
-    def _place(self, request: RowRequest) -> None:
+    def _assign(self, request: AssignedRequest) -> None:
         tokens = request.token_ids
         name = request.request_id
         if not 0 < request.num_prompt_tokens <= len(tokens) <= self.limits.max_model_len:
             raise PlanError(
                 f"row_requests: {name!r} has {len(tokens)} tokens of which "
                 f"{request.num_prompt_tokens} are its prompt; at least 1 and at most "
-                f"max_model_len {self.limits.max_model_len} can be placed"
+                f"max_model_len {self.limits.max_model_len} can be assigned to a row"
             )
         if tokens.min() < 0 or tokens.max() >= self.limits.vocab_size:
             raise PlanError(
                 f"row_requests: {name!r} has token ids outside [0, {self.limits.vocab_size})"
             )
-        self.slots.place(request)
+        self.slots.occupy(request)
         self.token_ids[request.row, : len(tokens)] = tokens
         self.num_tokens[request.row] = len(tokens)
         self.num_prompt_tokens[request.row] = request.num_prompt_tokens
@@ -233,7 +233,7 @@ class InputBatch:
         self._block_table[rows, columns] = block_ids
         self._num_blocks[distinct] = num_blocks
 
-    def _check_rows(self, plan: StepPlan, num_draft_tokens: Int32Array) -> None:
+    def _check_rows(self, plan: ReceivedPlan, num_draft_tokens: Int32Array) -> None:
         """Checks the plan against what the rows hold."""
         rows = plan.rows
         ends = plan.num_computed_tokens + plan.num_scheduled_tokens
@@ -261,7 +261,7 @@ class InputBatch:
                 )
             )
 
-    def _gather(self, plan: StepPlan, num_draft_tokens: Int32Array) -> FlatBatch:
+    def _gather(self, plan: ReceivedPlan, num_draft_tokens: Int32Array) -> FlatBatch:
         seq_lens = plan.num_computed_tokens + plan.num_scheduled_tokens
         if not len(plan.draft_token_ids) and _is_all_ones(plan.num_scheduled_tokens):
             num_tokens = self.num_tokens[plan.rows]
@@ -269,7 +269,7 @@ class InputBatch:
                 return self._gather_decodes(plan, seq_lens)
         return self._gather_any(plan, num_draft_tokens)
 
-    def _gather_decodes(self, plan: StepPlan, seq_lens: Int32Array) -> FlatBatch:
+    def _gather_decodes(self, plan: ReceivedPlan, seq_lens: Int32Array) -> FlatBatch:
         """The batch of a step in which every row has one token and samples the next."""
         rows, positions = plan.rows, plan.num_computed_tokens
         block_size, num_reqs = self.limits.block_size, len(rows)
@@ -297,7 +297,7 @@ class InputBatch:
             prompt_target_ids=_EMPTY_INT64,
         )
 
-    def _gather_any(self, plan: StepPlan, num_draft_tokens: Int32Array) -> FlatBatch:
+    def _gather_any(self, plan: ReceivedPlan, num_draft_tokens: Int32Array) -> FlatBatch:
         rows, scheduled, computed = plan.rows, plan.num_scheduled_tokens, plan.num_computed_tokens
         num_tokens = self.num_tokens[rows]
         self._write_drafts(rows, num_tokens, num_draft_tokens, plan.draft_token_ids)
@@ -323,7 +323,7 @@ class InputBatch:
             _repeated(query_start_loc[1:] - num_samples, num_samples).astype(np.int64)
             + sample_ranks
         )
-        prompt_indices, prompt_rows, prompt_targets = self._prompt_places(row_of_token, positions)
+        prompt_indices, prompt_rows, prompt_targets = self._prompt_targets(row_of_token, positions)
         return FlatBatch(
             step_id=plan.step_id,
             rows=rows,
@@ -358,7 +358,7 @@ class InputBatch:
             row_of_draft = np.repeat(rows, num_draft_tokens)
             self.token_ids[row_of_draft, columns] = np.maximum(draft_token_ids, 0)
 
-    def _prompt_places(
+    def _prompt_targets(
         self, row_of_token: Int32Array, positions: Int64Array
     ) -> tuple[Int64Array, Int32Array, Int64Array]:
         """Where prompt log probabilities are wanted: index, row, and the token that follows."""

@@ -41,8 +41,8 @@ class SamplingSettings(Numbers):
 
 
 @dataclass(frozen=True, slots=True)
-class RowRequest:
-    """A request placed in a row; token_ids is [num_tokens], prompt first, then its output."""
+class AssignedRequest:
+    """A request that a plan assigns to a row; token_ids is [num_tokens], prompt then output."""
 
     row: int
     request_id: str
@@ -52,12 +52,12 @@ class RowRequest:
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class StepPlan:
-    """One step. freed_rows are applied first, then row_requests, then the appended blocks."""
+class ReceivedPlan:
+    """A plan as received: freed_rows are applied first, row_requests next, appended blocks last."""
 
     step_id: int
     freed_rows: Int32Array = field(default_factory=lambda: EMPTY_INT32)  # [num_freed]
-    row_requests: tuple[RowRequest, ...] = ()
+    row_requests: tuple[AssignedRequest, ...] = ()
     appended_block_rows: Int32Array = field(default_factory=lambda: EMPTY_INT32)  # [num_appended]
     appended_block_ids: Int32Array = field(default_factory=lambda: EMPTY_INT32)  # [num_appended]
     rows: Int32Array = field(default_factory=lambda: EMPTY_INT32)  # [num_reqs]
@@ -76,7 +76,7 @@ class StepPlan:
 
 @dataclass(frozen=True, slots=True)
 class LogprobColumns:
-    """Log probabilities of some tokens and of the likeliest ones in their places."""
+    """Log probabilities of some tokens and of the likeliest ones at their positions."""
 
     token_ids: Int32Array  # [num_tokens]
     logprobs: Float32Array  # [num_tokens] natural log, before temperature and truncation
@@ -86,8 +86,8 @@ class LogprobColumns:
 
 
 @dataclass(frozen=True, slots=True)
-class RowLogprobs:
-    """Log probabilities of one row; None where not asked for or nothing was computed."""
+class RowLogprobColumns:
+    """Log probabilities of one row; a part is None if not asked for or not computed."""
 
     row: int
     tokens: LogprobColumns | None
@@ -103,14 +103,17 @@ class RowError:
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class StepResult:
-    """Results in the plan's order; 0 tokens for an unfinished prefill or a failed row."""
+class ExecutedStep:
+    """What a step produced, in the plan's order.
+
+    Rows with an unfinished prefill and failed rows have 0 tokens.
+    """
 
     step_id: int
     num_sampled_tokens: Int32Array  # [num_reqs]
     token_ids: Int32Array  # [sum(num_sampled_tokens)]
     num_draft_tokens: Int32Array = field(default_factory=lambda: EMPTY_INT32)  # [num_reqs] or [0]
     draft_token_ids: Int32Array = field(default_factory=lambda: EMPTY_INT32)
-    logprobs: tuple[RowLogprobs, ...] = ()
+    logprobs: tuple[RowLogprobColumns, ...] = ()
     errors: tuple[RowError, ...] = ()
     elapsed_s: float = 0.0

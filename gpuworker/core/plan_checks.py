@@ -2,10 +2,10 @@
 
 import numpy as np
 
-from gpuworker.core.plan import Int32Array, PlanError, StepPlan
+from gpuworker.core.plan import Int32Array, PlanError, ReceivedPlan
 
 
-def check_columns(plan: StepPlan, vocab_size: int, max_num_batched_tokens: int) -> Int32Array:
+def check_columns(plan: ReceivedPlan, vocab_size: int, max_num_batched_tokens: int) -> Int32Array:
     """Checks lengths and signs; returns num_draft_tokens as [num_reqs].
 
     Raises:
@@ -42,7 +42,7 @@ def check_columns(plan: StepPlan, vocab_size: int, max_num_batched_tokens: int) 
 
 
 def what_is_wrong(
-    plan: StepPlan,
+    plan: ReceivedPlan,
     i: int,
     name: str,
     *,

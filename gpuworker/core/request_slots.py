@@ -13,11 +13,11 @@ from numpy.typing import NDArray
 
 from gpuworker.core.bad_words import BadWords
 from gpuworker.core.plan import (
+    AssignedRequest,
     Float32Array,
     Int32Array,
     Int64Array,
     PlanError,
-    RowRequest,
     SamplingSettings,
 )
 from headrace.parameters import PARAMETERS, Column
@@ -69,7 +69,7 @@ class RequestSlots:
         self._vocab_size = vocab_size
         self._eos_token_ids = eos_token_ids
         self._order: Int32Array = np.arange(max_num_seqs, dtype=np.int32)
-        self._last_place: Int32Array = np.zeros(max_num_seqs, dtype=np.int32)
+        self._last_index: Int32Array = np.zeros(max_num_seqs, dtype=np.int32)
         self.is_occupied: BoolArray = np.zeros(max_num_seqs, dtype=np.bool_)
         self.request_ids: list[str] = [""] * max_num_seqs
         # [len(WORD_COLUMNS), max_num_seqs] and [len(LONG_COLUMNS), max_num_seqs]; floats as bits.
@@ -108,7 +108,7 @@ class RequestSlots:
             self.stop_token_ids_by_row.pop(row, None)
             self.bad_words_by_row.pop(row, None)
 
-    def place(self, request: RowRequest) -> None:
+    def occupy(self, request: AssignedRequest) -> None:
         """Puts a request in its row.
 
         Raises:
@@ -150,8 +150,8 @@ class RequestSlots:
             return False
         # Of equal rows the last assignment stays. This is cheaper than sorting or hashing.
         order = self._order[: len(rows)]
-        self._last_place[rows] = order
-        return bool((self._last_place[rows] == order).all())
+        self._last_index[rows] = order
+        return bool((self._last_index[rows] == order).all())
 
     def check_occupied(self, rows: Int32Array, field: str) -> None:
         """Checks that rows are in range, distinct and occupied.
@@ -177,7 +177,7 @@ class RequestSlots:
 
     def _set_columns(self, row: int, sampling: SamplingSettings) -> None:
         for parameter in PARAMETERS:
-            # Settings cross the wire as float32; a row that was placed otherwise draws the same.
+            # Settings cross the wire as float32; a row set in another way must draw the same.
             value = sampling.number(parameter.name)
             column = self.number_by_name[parameter.name]
             column[row] = value if parameter.is_whole else np.float32(value)

@@ -16,7 +16,7 @@ from gpuworker.kernels.ops import (
     LogitEdits,
     Ops,
     RopeTables,
-    TokenPlaces,
+    StepTokens,
     Verification,
 )
 
@@ -51,7 +51,7 @@ class TritonOps(Ops):
         self,
         qkv: torch.Tensor,
         kv: LayerKv,
-        places: TokenPlaces,
+        tokens: StepTokens,
         norms: HeadNorms | None,
         rope: RopeTables | None,
     ) -> torch.Tensor:
@@ -75,8 +75,8 @@ class TritonOps(Ops):
             kv.key,
             kv.value,
             qkv,
-            places.positions,
-            places.attention.slots,
+            tokens.positions,
+            tokens.attention.slots,
             query_norm,
             key_norm,
             cosines,

@@ -36,7 +36,7 @@ class RopeTables:
     sines: torch.Tensor
 
 
-class TokenPlaces:
+class StepTokens:
     """The positions and slots of a step's tokens, shared by all layers.
 
     Args:
@@ -138,7 +138,7 @@ class Ops(Protocol):
         self,
         qkv: torch.Tensor,
         kv: LayerKv,
-        places: TokenPlaces,
+        tokens: StepTokens,
         norms: HeadNorms | None,
         rope: RopeTables | None,
     ) -> torch.Tensor:
@@ -147,7 +147,7 @@ class Ops(Protocol):
         Args:
             qkv: [num_padded_tokens, num_heads + 2 * num_kv_heads, head_dim].
             kv: the layer's pool, changed in place; values are clamped to its type's range.
-            places: positions and slots of the tokens.
+            tokens: positions and slots of the tokens.
             norms: None if the model has no query and key norms.
             rope: None if the layer has no rotary embedding.
 

@@ -12,7 +12,7 @@ from gpuworker.kernels.ops import (
     LogitEdits,
     Ops,
     RopeTables,
-    TokenPlaces,
+    StepTokens,
     Verification,
 )
 from gpuworker.sampling.draw import draw
@@ -38,7 +38,7 @@ class TorchOps(Ops):
         self,
         qkv: torch.Tensor,
         kv: LayerKv,
-        places: TokenPlaces,
+        tokens: StepTokens,
         norms: HeadNorms | None,
         rope: RopeTables | None,
     ) -> torch.Tensor:
@@ -52,14 +52,14 @@ class TorchOps(Ops):
             key = _rms_norm(heads[:, num_heads:], norms.key, norms.eps)
             heads = torch.cat((query, key), dim=1)
         if rope is not None:
-            heads = _rotate(heads, *places.rope_rows(rope, heads.dtype))
-        places.attention.write(kv, heads[:, num_heads:], value)
+            heads = _rotate(heads, *tokens.rope_rows(rope, heads.dtype))
+        tokens.attention.write(kv, heads[:, num_heads:], value)
         return heads[:, :num_heads]
 
     def edit_logits(self, logits: torch.Tensor, edits: LogitEdits) -> None:
         used = (edits.rows >= 0).nonzero().squeeze(1)
-        places = (edits.rows[used].long(), edits.token_ids[used].long())
-        logits.index_put_(places, edits.values[used], accumulate=True)
+        index = (edits.rows[used].long(), edits.token_ids[used].long())
+        logits.index_put_(index, edits.values[used], accumulate=True)
 
     def adjust_logits(self, logits: torch.Tensor, adjustments: Adjustments) -> None:
         a = adjustments
@@ -116,7 +116,7 @@ def _rms_norm(x: torch.Tensor, weight: torch.Tensor, eps: float) -> torch.Tensor
 
 
 def _rotate(heads: torch.Tensor, cosines: torch.Tensor, sines: torch.Tensor) -> torch.Tensor:
-    """A rotated copy of heads, [num_tokens, num_heads, head_dim]; see TokenPlaces.rope_rows."""
+    """A rotated copy of heads, [num_tokens, num_heads, head_dim]; see StepTokens.rope_rows."""
     rotary_dim = cosines.shape[-1]
     if rotary_dim == heads.shape[-1]:
         return _turn(heads, cosines, sines)

@@ -10,7 +10,7 @@ from dataclasses import dataclass
 import torch
 
 from gpuworker.attention.interface import AttentionLayer, LayerKv, PreparedStep
-from gpuworker.kernels.ops import HeadNorms, Ops, RopeTables, TokenPlaces
+from gpuworker.kernels.ops import HeadNorms, Ops, RopeTables, StepTokens
 from gpuworker.models.config import ModelConfig
 from gpuworker.models.embedding import Embedding
 from gpuworker.models.linear import Added, Linear
@@ -85,12 +85,12 @@ class Decoder:
         residual = self._weights.embedding(token_ids)
         if self._embedding_scale != 1.0:
             residual = residual.mul_(self._embedding_scale)
-        places = TokenPlaces(positions, attention)
+        tokens = StepTokens(positions, attention)
         update = None
         for layer, layer_kv in zip(self._layers, kv, strict=True):
             weights = layer.weights
             normed = self._norm(residual, update, weights.input_norm)
-            attended = self._attend(layer, normed, layer_kv, places)
+            attended = self._attend(layer, normed, layer_kv, tokens)
             residual, update = self._add(
                 residual, attended, weights.attention_output, weights.post_attention_norm
             )
@@ -107,15 +107,15 @@ class Decoder:
         return logits
 
     def _attend(
-        self, layer: "_DecoderLayer", normed: torch.Tensor, kv: LayerKv, places: TokenPlaces
+        self, layer: "_DecoderLayer", normed: torch.Tensor, kv: LayerKv, tokens: StepTokens
     ) -> torch.Tensor:
         """Attention without the output projection: [num_tokens, num_heads * head_dim]."""
         shape = self.config.attention
         qkv = layer.weights.qkv(normed).view(
             -1, shape.num_heads + 2 * shape.num_kv_heads, shape.head_dim
         )
-        query = self._ops.rotate_and_write(qkv, kv, places, layer.weights.head_norms, layer.rope)
-        attended = places.attention.attend(query, kv, layer.attention)
+        query = self._ops.rotate_and_write(qkv, kv, tokens, layer.weights.head_norms, layer.rope)
+        attended = tokens.attention.attend(query, kv, layer.attention)
         return attended.reshape(-1, shape.num_heads * shape.head_dim)
 
     def _add(

@@ -14,7 +14,7 @@ from gpuworker.models.embedding import StoredRows
 from gpuworker.models.errors import UnsupportedModelError, WeightError
 from gpuworker.models.families import model_config
 from gpuworker.models.gguf_metadata import GgufMetadata
-from headrace.service.gguf_header import GgufError, TensorPlace, read_gguf_header
+from headrace.service.gguf_header import GgufError, TensorInfo, read_gguf_header
 
 _GLOBAL_NAMES = {
     "token_embd.weight": "model.embed_tokens.weight",
@@ -98,7 +98,7 @@ class GgufSource:
         self._metadata = GgufMetadata(file.name, header.metadata)
         names = _LAYER_NAMES | _LAYER_NAMES_BY_ARCHITECTURE.get(self._metadata.architecture, {})
         tensors = {
-            name: _tensor(name, place, len(header.buffer)) for name, place in header.tensors.items()
+            name: _tensor(name, info, len(header.buffer)) for name, info in header.tensors.items()
         }
         self._divisors = {
             field: self._frequency_divisors(tensors.pop(name))
@@ -227,25 +227,25 @@ def _dequantized(data: NDArray[np.uint8], tensor: GgufTensor) -> NDArray[np.floa
     return values
 
 
-def _tensor(name: str, place: TensorPlace, file_bytes: int) -> GgufTensor:
+def _tensor(name: str, info: TensorInfo, file_bytes: int) -> GgufTensor:
     """Checks that a tensor's type is supported and that all its bytes are in the file."""
     try:
-        kind = gguf.GGMLQuantizationType(place.kind)
+        kind = gguf.GGMLQuantizationType(info.kind)
     except ValueError:
-        raise WeightError(f"tensor {name!r} has the unknown type {place.kind}") from None
+        raise WeightError(f"tensor {name!r} has the unknown type {info.kind}") from None
     block_size, type_size = gguf.GGML_QUANT_SIZES[kind]
-    if place.shape[-1] % block_size:
+    if info.shape[-1] % block_size:
         raise WeightError(
-            f"tensor {name!r} has rows of {place.shape[-1]} values; type {kind.name} has blocks of "
+            f"tensor {name!r} has rows of {info.shape[-1]} values; type {kind.name} has blocks of "
             f"{block_size}"
         )
-    num_bytes = math.prod(place.shape) // block_size * type_size
-    if place.offset + num_bytes > file_bytes:
+    num_bytes = math.prod(info.shape) // block_size * type_size
+    if info.offset + num_bytes > file_bytes:
         raise WeightError(
-            f"tensor {name!r} is truncated: it should end at byte {place.offset + num_bytes}, "
+            f"tensor {name!r} is truncated: it should end at byte {info.offset + num_bytes}, "
             f"the file has {file_bytes}"
         )
-    return GgufTensor(name, place.shape, kind, place.offset, num_bytes)
+    return GgufTensor(name, info.shape, kind, info.offset, num_bytes)
 
 
 def _hf_tensors(

@@ -25,8 +25,8 @@ from gpuworker.models.linear import Linear, is_repacked, make_linear
 from gpuworker.models.mlp import GatedMlp, Mlp
 from gpuworker.models.source import WeightSource
 
-Progress = Callable[[int, int], None]
-"""Called with the number of tensors read so far and the total number."""
+ReportCount = Callable[[int, int], None]
+"""Called with the number of items done so far and the total number."""
 
 # Tensors that follow from the configuration, but that some checkpoints store.
 _REDUNDANT_SUFFIXES = ("rotary_emb.inv_freq", "self_attn.bias", "self_attn.masked_bias")
@@ -36,7 +36,7 @@ def load_decoder(
     source: WeightSource,
     device: torch.device,
     dtype: torch.dtype,
-    progress: Progress,
+    progress: ReportCount,
     ops: Ops | None = None,
 ) -> Decoder:
     """Reads a whole model.
@@ -62,12 +62,12 @@ class _Loader:
     def __init__(
         self,
         source: WeightSource,
-        place: tuple[torch.device, torch.dtype],
-        progress: Progress,
+        target: tuple[torch.device, torch.dtype],
+        progress: ReportCount,
         ops: Ops,
     ) -> None:
         self._source = source
-        self._device, self._dtype = place
+        self._device, self._dtype = target
         self._progress = progress
         self._ops = ops
         self._names = source.names()

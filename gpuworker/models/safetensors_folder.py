@@ -32,7 +32,7 @@ _MAX_DIMENSIONS = 8
 
 
 @dataclass(frozen=True, slots=True)
-class _Place:
+class _StoredTensor:
     """A tensor's location, type and shape."""
 
     file: Path
@@ -50,34 +50,34 @@ class SafetensorsSource:
         check_values("config.json", hf, HF_BOUNDS)
         self.config: ModelConfig = model_config(hf)
         self.eos_token_ids = _eos_token_ids(folder, hf)
-        self._place_by_name: dict[str, _Place] = {}
+        self._tensor_by_name: dict[str, _StoredTensor] = {}
         for file in _files(folder):
-            for name, place in _places(file).items():
-                if name in self._place_by_name:
+            for name, tensor in _stored_tensors(file).items():
+                if name in self._tensor_by_name:
                     raise WeightError(f"tensor {name!r} is in two files, {file.name} is one")
-                self._place_by_name[name] = place
-        if not self._place_by_name:
+                self._tensor_by_name[name] = tensor
+        if not self._tensor_by_name:
             raise WeightError(f"{folder} has no tensor in its .safetensors files")
-        dtypes = [place.dtype for place in self._place_by_name.values()]
+        dtypes = [tensor.dtype for tensor in self._tensor_by_name.values()]
         self.dtype = max(set(dtypes), key=dtypes.count)
 
     def names(self) -> set[str]:
-        return set(self._place_by_name)
+        return set(self._tensor_by_name)
 
     def read(self, name: str) -> torch.Tensor:
-        place = self._place_by_name.get(name)
-        if place is None:
+        tensor = self._tensor_by_name.get(name)
+        if tensor is None:
             raise WeightError(f"tensor {name!r} is missing")
         with warnings.catch_warnings():
             # torch warns that the mapping is read-only; no code writes to these tensors.
             warnings.simplefilter("ignore", UserWarning)
             flat = torch.frombuffer(
-                place.buffer,
-                dtype=place.dtype,
-                count=math.prod(place.shape),
-                offset=place.offset,
+                tensor.buffer,
+                dtype=tensor.dtype,
+                count=math.prod(tensor.shape),
+                offset=tensor.offset,
             )
-        return flat.view(place.shape)
+        return flat.view(tensor.shape)
 
     def stored_rows(self, name: str) -> StoredRows | None:
         table = self.read(name)
@@ -115,7 +115,7 @@ def _files(folder: Path) -> list[Path]:
     return files
 
 
-def _places(file: Path) -> dict[str, _Place]:
+def _stored_tensors(file: Path) -> dict[str, _StoredTensor]:
     """Reads a file's header: each tensor's location by name."""
     size = file.stat().st_size
     with file.open("rb") as stream:
@@ -126,7 +126,7 @@ def _places(file: Path) -> dict[str, _Place]:
         header = _parsed(file.name, stream.read(header_bytes))
         buffer = mmap.mmap(stream.fileno(), 0, access=mmap.ACCESS_READ)
     header.pop("__metadata__", None)
-    places = {}
+    tensors = {}
     for name, entry in header.items():
         dtype, shape = _type_and_shape(f"tensor {name!r} in {file.name}", entry)
         start, end = (8 + header_bytes + offset for offset in entry["data_offsets"])
@@ -135,9 +135,9 @@ def _places(file: Path) -> dict[str, _Place]:
                 f"tensor {name!r} in {file.name} is truncated: it should end at byte {end}, "
                 f"the file has {size}"
             )
-        places[name] = _Place(file, buffer, dtype, shape, start)
-    _refuse_overlap(file.name, places)
-    return places
+        tensors[name] = _StoredTensor(file, buffer, dtype, shape, start)
+    _refuse_overlap(file.name, tensors)
+    return tensors
 
 
 def _type_and_shape(where: str, entry: Any) -> tuple[torch.dtype, tuple[int, ...]]:
@@ -168,13 +168,13 @@ def _are_counts(value: Any, least: int) -> bool:
     )
 
 
-def _refuse_overlap(file: str, places: dict[str, _Place]) -> None:
+def _refuse_overlap(file: str, tensors: dict[str, _StoredTensor]) -> None:
     """Rejects a file in which two tensors share a byte; the format forbids that."""
     end, before = 0, ""
-    for name, place in sorted(places.items(), key=lambda item: item[1].offset):
-        if place.offset < end:
+    for name, tensor in sorted(tensors.items(), key=lambda item: item[1].offset):
+        if tensor.offset < end:
             raise WeightError(f"tensors {before!r} and {name!r} in {file} overlap")
-        end, before = place.offset + math.prod(place.shape) * place.dtype.itemsize, name
+        end, before = tensor.offset + math.prod(tensor.shape) * tensor.dtype.itemsize, name
 
 
 def _eos_token_ids(folder: Path, hf: dict[str, Any]) -> tuple[int, ...]:

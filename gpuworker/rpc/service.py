@@ -19,7 +19,7 @@ import grpc.aio
 import torch
 from opentelemetry.trace import Span
 
-from gpuworker.core.plan import PlanError, StepPlan, StepResult
+from gpuworker.core.plan import ExecutedStep, PlanError, ReceivedPlan
 from gpuworker.engine import LoadedModel
 from gpuworker.pipeline import StepPipeline
 from gpuworker.rpc import wire
@@ -66,7 +66,7 @@ class _Stream:
     def __init__(self) -> None:
         self.is_current = True
         self.results: asyncio.Queue[
-            asyncio.Future[StepResult] | _DrainingNotice | ServiceError | None
+            asyncio.Future[ExecutedStep] | _DrainingNotice | ServiceError | None
         ] = asyncio.Queue()
         self.room = asyncio.Semaphore(_MAX_PLANS_AHEAD)
         self._is_draining_announced = False
@@ -232,8 +232,8 @@ class GpuWorkerService(gpuworker_pb2_grpc.GpuWorkerServicer):
             stream.results.put_nowait(error)
 
     def _step(
-        self, engine: LoadedModel, stream: _Stream, plan: StepPlan
-    ) -> "asyncio.Future[StepResult]":
+        self, engine: LoadedModel, stream: _Stream, plan: ReceivedPlan
+    ) -> "asyncio.Future[ExecutedStep]":
         """Runs a stream's plan; the plan is dropped if the stream has ended by then."""
         launch = partial(_if_current, stream, partial(engine.runner.launch, plan))
         step = self._pipeline.submit(launch, lambda pending: _if_current(stream, pending.finish))
@@ -260,7 +260,7 @@ class GpuWorkerService(gpuworker_pb2_grpc.GpuWorkerServicer):
         if not future.cancelled() and isinstance(future.exception(), torch.AcceleratorError):
             self._is_device_lost.set()
 
-    async def _finished(self, future: "asyncio.Future[StepResult]") -> StepResult:
+    async def _finished(self, future: "asyncio.Future[ExecutedStep]") -> ExecutedStep:
         try:
             return await asyncio.shield(future)
         except PlanError as error:
@@ -290,7 +290,7 @@ def _if_current(stream: _Stream, work: Callable[[], T]) -> T:
     return work()
 
 
-def _begin_span(plan: StepPlan) -> Span:
+def _begin_span(plan: ReceivedPlan) -> Span:
     """A traced step, from when its plan came to its result."""
     attributes = {
         "headrace.step_id": plan.step_id,
@@ -300,7 +300,7 @@ def _begin_span(plan: StepPlan) -> Span:
     return telemetry.begin_span("gpuworker step", plan.traceparent, attributes)
 
 
-def _end_span(span: Span, step: "Future[StepResult]") -> None:
+def _end_span(span: Span, step: "Future[ExecutedStep]") -> None:
     if (error := step.exception()) is not None:
         telemetry.note_error(span, error)
     span.end()

@@ -4,12 +4,12 @@ from collections.abc import Iterable
 from typing import Any
 
 from gpuworker.core.plan import (
+    AssignedRequest,
+    ExecutedStep,
     LogprobColumns,
-    RowLogprobs,
-    RowRequest,
+    ReceivedPlan,
+    RowLogprobColumns,
     SamplingSettings,
-    StepPlan,
-    StepResult,
 )
 from headrace.parameters import PARAMETERS, Parameter
 from headrace.service.columns import pack_int32, unpack_int32
@@ -31,14 +31,14 @@ _INT32_COLUMNS = (
 )
 
 
-def step_plan(message: gpuworker_pb2.StepPlan) -> StepPlan:
+def step_plan(message: gpuworker_pb2.StepPlan) -> ReceivedPlan:
     """A plan's message as columns.
 
     Raises:
         ServiceError: INVALID_ARGUMENT naming the field.
     """
     columns = {name: unpack_int32(getattr(message, name), name) for name in _INT32_COLUMNS}
-    return StepPlan(
+    return ReceivedPlan(
         step_id=message.step_id,
         row_requests=tuple(_row_request(request) for request in message.row_requests),
         traceparent=message.traceparent,
@@ -46,7 +46,7 @@ def step_plan(message: gpuworker_pb2.StepPlan) -> StepPlan:
     )
 
 
-def step_result(result: StepResult) -> gpuworker_pb2.StepResult:
+def step_result(result: ExecutedStep) -> gpuworker_pb2.StepResult:
     """A result as its message."""
     return gpuworker_pb2.StepResult(
         step_id=result.step_id,
@@ -62,8 +62,8 @@ def step_result(result: StepResult) -> gpuworker_pb2.StepResult:
     )
 
 
-def _row_request(message: gpuworker_pb2.RowRequest) -> RowRequest:
-    return RowRequest(
+def _row_request(message: gpuworker_pb2.RowRequest) -> AssignedRequest:
+    return AssignedRequest(
         row=message.row,
         request_id=message.request_id,
         token_ids=unpack_int32(message.token_ids, "row_requests.token_ids"),
@@ -97,7 +97,7 @@ def _number(message: common_pb2.SamplingParams, parameter: Parameter) -> Any:
     return min(value, _MAX_INT32) if parameter.is_whole else value
 
 
-def _row_logprobs(row: RowLogprobs) -> gpuworker_pb2.RowLogprobs:
+def _row_logprobs(row: RowLogprobColumns) -> gpuworker_pb2.RowLogprobs:
     return gpuworker_pb2.RowLogprobs(
         row=row.row, tokens=_tokens(row.tokens), prompt_tokens=_tokens(row.prompt_tokens)
     )

@@ -7,7 +7,7 @@ the device. Only rows with penalties are counted. Nothing is allocated before th
 import numpy as np
 import torch
 
-from gpuworker.core.plan import Int32Array, RowRequest
+from gpuworker.core.plan import AssignedRequest, Int32Array
 from gpuworker.device.transfers import Transfers
 
 _MOST = int(np.iinfo(np.int16).max)
@@ -34,7 +34,7 @@ class PenaltyState:
         self.output_counts = torch.zeros((1, 1), dtype=torch.int16, device=device)
         self.prompt_bits = torch.zeros((1, 1), dtype=torch.int32, device=device)
 
-    def place(self, request: RowRequest) -> None:
+    def reset_row(self, request: AssignedRequest) -> None:
         """Counts the prompt and output of a request that was newly assigned to its row."""
         if len(self.output_counts) < self._max_num_seqs:
             self._allocate()
@@ -46,10 +46,10 @@ class PenaltyState:
 
     def count(self, rows: torch.Tensor, token_ids: torch.Tensor) -> None:
         """Adds one output token to the counts of each row: [num_rows] int64 each, rows distinct."""
-        places = rows * self._vocab_size + token_ids
+        index = rows * self._vocab_size + token_ids
         flat = self.output_counts.view(-1)
-        counts = flat.index_select(0, places).int().add_(1).clamp_(max=_MOST)
-        flat.index_copy_(0, places, counts.to(torch.int16))
+        counts = flat.index_select(0, index).int().add_(1).clamp_(max=_MOST)
+        flat.index_copy_(0, index, counts.to(torch.int16))
 
     def _allocate(self) -> None:
         self.output_counts = torch.zeros(

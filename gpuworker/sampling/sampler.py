@@ -11,7 +11,7 @@ import numpy as np
 import torch
 
 from gpuworker.core.input_batch import BatchLimits, FlatBatch, InputBatch
-from gpuworker.core.plan import Int32Array, RowRequest
+from gpuworker.core.plan import AssignedRequest, Int32Array
 from gpuworker.device.transfers import Transfers
 from gpuworker.kernels.ops import Adjustments, LogitEdits, Ops
 from gpuworker.sampling.edits import logit_edits
@@ -52,11 +52,11 @@ class Sampler:
         self._none = torch.zeros(limits.max_num_batched_tokens, dtype=torch.int32, device=device)
         self._no_bits = torch.zeros((1, 1), dtype=torch.int32, device=device)
 
-    def place(self, requests: Sequence[RowRequest], rows: InputBatch) -> None:
+    def reset_rows(self, requests: Sequence[AssignedRequest], rows: InputBatch) -> None:
         """Initializes the penalty state of requests that were newly assigned to rows."""
         for request in requests:
             if rows.slots.has_penalties[request.row]:
-                self._penalties.place(request)
+                self._penalties.reset_row(request)
 
     def sample(
         self, logits: torch.Tensor, columns: SampleColumns, batch: FlatBatch, rows: InputBatch

@@ -1,19 +1,19 @@
 """What `serve` and `demo` share: their options, and the services they start."""
 
 import os
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, TypeVar
+from typing import TYPE_CHECKING, Any
 
 import click
 
 from headrace.cli.exits import Failure
+from headrace.cli.options import Command
 
 if TYPE_CHECKING:
     from headrace.cli.progress import ProgressSteps
     from headrace.local import LocalConfig, LocalError
 
-Command = TypeVar("Command", bound=Callable[..., Any])
 
 DEFAULT_MODEL = "smollm2-135m-instruct"
 

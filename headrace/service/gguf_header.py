@@ -39,7 +39,7 @@ class GgufError(ValueError):
 
 
 @dataclass(frozen=True, slots=True)
-class TensorPlace:
+class TensorInfo:
     """A tensor's entry in the header: `shape` is rows first, `kind` is GGML's type number."""
 
     shape: tuple[int, ...]
@@ -52,7 +52,7 @@ class GgufHeader:
     """Values by key, tensors by name, and the mapped file."""
 
     metadata: dict[str, Any]
-    tensors: dict[str, TensorPlace]
+    tensors: dict[str, TensorInfo]
     buffer: mmap.mmap
 
 
@@ -99,15 +99,15 @@ class _Reader:
             if key in metadata:
                 raise GgufError(f"{self._name} has the key {key!r} twice")
             metadata[key] = self._value(key, self._scalar("<I"))
-        drafts: dict[str, TensorPlace] = {}
+        infos: dict[str, TensorInfo] = {}
         for _ in range(num_tensors):
             name = self._string("a tensor's name")
-            if name in drafts:
+            if name in infos:
                 raise GgufError(f"{self._name} has the tensor {name!r} twice")
-            drafts[name] = self._tensor(name)
+            infos[name] = self._tensor(name)
         alignment = self._alignment(metadata)
         start = -(-self._at // alignment) * alignment
-        tensors = {name: self._placed(name, t, start, alignment) for name, t in drafts.items()}
+        tensors = {name: self._located(name, t, start, alignment) for name, t in infos.items()}
         # Arrays that are not kept are None.
         kept = {key: value for key, value in metadata.items() if value is not None}
         return GgufHeader(kept, tensors, self._buffer)
@@ -119,7 +119,7 @@ class _Reader:
             self._refuse(_ALIGNMENT_KEY, value, f"a power of two up to {_MAX_ALIGNMENT}")
         return int(value)
 
-    def _tensor(self, name: str) -> TensorPlace:
+    def _tensor(self, name: str) -> TensorInfo:
         """A tensor's entry; its offset still counts from the start of the data section."""
         count = self._scalar("<I")
         if not 0 < count <= _MAX_DIMENSIONS:
@@ -127,9 +127,9 @@ class _Reader:
         shape = tuple(self._scalar("<Q") for _ in range(count))[::-1]
         if 0 in shape:
             self._refuse(f"shape of tensor {name!r}", list(shape), "at least 1 in each dimension")
-        return TensorPlace(shape, self._scalar("<I"), self._scalar("<Q"))
+        return TensorInfo(shape, self._scalar("<I"), self._scalar("<Q"))
 
-    def _placed(self, name: str, tensor: TensorPlace, start: int, alignment: int) -> TensorPlace:
+    def _located(self, name: str, tensor: TensorInfo, start: int, alignment: int) -> TensorInfo:
         if tensor.offset % alignment:
             self._refuse(f"offset of tensor {name!r}", tensor.offset, f"a multiple of {alignment}")
         offset = start + tensor.offset
@@ -138,7 +138,7 @@ class _Reader:
                 f"tensor {name!r} is truncated: it should begin at byte {offset} of {self._name}, "
                 f"which has {len(self._buffer)}"
             )
-        return TensorPlace(tensor.shape, tensor.kind, offset)
+        return TensorInfo(tensor.shape, tensor.kind, offset)
 
     def _value(self, key: str, kind: int) -> Any:
         """Reads a value; None for an array of strings that is not kept."""

@@ -33,7 +33,7 @@ def too_many_fields(data: bytes, descriptor: Any, max_fields: int = MAX_FIELDS) 
     try:
         return _count(data, descriptor, max_fields) > max_fields
     except IndexError:
-        raise malformed("it ends in the middle of a field") from None
+        raise malformed("the message ends in the middle of a field") from None
 
 
 def _count(data: bytes, descriptor: Any, at_most: int) -> int:

@@ -115,7 +115,7 @@ async def _only(context: Any) -> bytes:
     """The one request of a call."""
     data = await read(context)
     if data is None:
-        raise malformed("there is none")
+        raise malformed("the call carries no message")
     return data
 
 

@@ -60,29 +60,29 @@ class PrefixIndex:
     def num_matched(self, prefix: Prefix) -> int:
         """How many hashes, from the first on, are in the index."""
         known = self._use_by_hash
-        for position, one in enumerate(prefix):
-            if one not in known:
+        for position, block_hash in enumerate(prefix):
+            if block_hash not in known:
                 return position
         return len(prefix)
 
     def uses(self, prefix: Prefix) -> list[int]:
         """When each of the matched hashes was last used; later is greater."""
-        return [self._use_by_hash[one] for one in prefix[: self.num_matched(prefix)]]
+        return [self._use_by_hash[block_hash] for block_hash in prefix[: self.num_matched(prefix)]]
 
     def use(self, prefix: Prefix) -> None:
         """Record that a prompt with this prefix was sent to the worker."""
         self._num_uses += 1
         # The tail first: it is evicted before the head, which more prompts share.
-        for one in reversed(prefix):
-            self._use_by_hash[one] = self._num_uses
-            self._use_by_hash.move_to_end(one)
+        for block_hash in reversed(prefix):
+            self._use_by_hash[block_hash] = self._num_uses
+            self._use_by_hash.move_to_end(block_hash)
         while len(self._use_by_hash) > self._max_hashes:
             self._use_by_hash.popitem(last=False)
 
     def drop_used_until(self, last_use: int) -> None:
         """Forget the hashes that were last used at that time or before."""
         while self._use_by_hash:
-            one = next(iter(self._use_by_hash))
-            if self._use_by_hash[one] > last_use:
+            block_hash = next(iter(self._use_by_hash))
+            if self._use_by_hash[block_hash] > last_use:
                 return
-            del self._use_by_hash[one]
+            del self._use_by_hash[block_hash]

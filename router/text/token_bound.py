@@ -33,7 +33,7 @@ _SLICE_CHARS = 65_536
 
 
 @dataclass(frozen=True, slots=True)
-class Count:
+class ByteCount:
     """The counted bytes, all but `others`; one token has at most `most` of them."""
 
     others: bytes
@@ -54,8 +54,8 @@ class Count:
 class TokenBound:
     """The counted sets of one vocabulary, for ASCII texts and for texts that NFC may change."""
 
-    counts: Sequence[Count]
-    counts_if_composed: Sequence[Count]
+    counts: Sequence[ByteCount]
+    counts_if_composed: Sequence[ByteCount]
 
     def least(self, text: str, enough: int) -> int:
         """Lower bound on the text's number of tokens; not refined once it exceeds `enough`."""
@@ -89,7 +89,7 @@ def compile_bound(tokenizer: Tokenizer) -> TokenBound | None:
     if all(step["type"] != "NFC" for step in normalizers):
         return TokenBound([*every, *letters], [*every, *letters])
     # NFC may compose an ASCII letter and its accent into a non-ASCII character.
-    composed = [Count(count.others, _MOST_NFC_SHORTENS * count.most) for count in every]
+    composed = [ByteCount(count.others, _MOST_NFC_SHORTENS * count.most) for count in every]
     return TokenBound([*every, *letters], composed if missing <= _NOT_IN_UTF8 else [])
 
 
@@ -117,11 +117,11 @@ def _is_known(normalizer: Mapping[str, Any]) -> bool:
     return bool(pattern) and is_longer and not _LETTERS & set(pattern)
 
 
-def _counts(pieces: Sequence[bytes], others: frozenset[int]) -> list[Count]:
+def _counts(pieces: Sequence[bytes], others: frozenset[int]) -> list[ByteCount]:
     """The count of all bytes except some; none when no token has a counted byte."""
     uncounted = bytes(sorted(others))
     most = max(len(piece.translate(None, uncounted)) for piece in pieces)
-    return [Count(uncounted, most)] if most else []
+    return [ByteCount(uncounted, most)] if most else []
 
 
 def _added_tokens(tokenizer: Tokenizer) -> Iterator[bytes]:

@@ -199,7 +199,7 @@ class SchedulerState:
             return ()
         due = self._deadlines.pop_through(self.now)
         expired = [self.end(key, RequestStatus.DEADLINE) for key in due]
-        return tuple(one for one in expired if one is not None)
+        return tuple(request for request in expired if request is not None)
 
     def _free_row(self, row: int) -> None:
         self.kv.release(row)

@@ -19,7 +19,7 @@ from typing import TYPE_CHECKING, BinaryIO, cast
 import msgspec
 
 from scheduler.replay.schema import decode_head, decode_step
-from scheduler.replay.trace import Record
+from scheduler.replay.trace import TraceRecord
 
 if TYPE_CHECKING:
     from _typeshed import WriteableBuffer
@@ -46,19 +46,19 @@ class RecordedSteps:
     only while that step is the last step read.
     """
 
-    def __init__(self, read: _ReadSteps, requests: dict[str, Record]) -> None:
+    def __init__(self, read: _ReadSteps, requests: dict[str, TraceRecord]) -> None:
         self.where = "its first record"
         self._read = read
         self._first_requests = dict(requests)
         self._requests = requests
 
-    def __iter__(self) -> Iterator[Record]:
+    def __iter__(self) -> Iterator[TraceRecord]:
         self._requests.clear()
         self._requests.update(self._first_requests)
-        added: Record = {}
+        added: TraceRecord = {}
         for where, data in self._read():
             self.where = where
-            step = cast("Record", decode_step(data))
+            step = cast("TraceRecord", decode_step(data))
             for name in added:
                 self._requests.pop(name, None)
             added = step.pop("requests", {})
@@ -66,7 +66,7 @@ class RecordedSteps:
             yield step
 
 
-def read_traces(path: Path) -> Iterator[tuple[str, Record]]:
+def read_traces(path: Path) -> Iterator[tuple[str, TraceRecord]]:
     """The traces in a file, by name: one, or those of a tar archive. `steps` is a RecordedSteps.
 
     Raises:
@@ -87,7 +87,7 @@ def read_traces(path: Path) -> Iterator[tuple[str, Record]]:
         raise ValueError(f"{path} cannot be read: {error}") from error
 
 
-def _trace(name: str, open_file: _Open) -> Record:
+def _trace(name: str, open_file: _Open) -> TraceRecord:
     """Reads one JSON object, or a recording with one record per line."""
     try:
         head, read_steps = _head(open_file)
@@ -100,19 +100,19 @@ def _trace(name: str, open_file: _Open) -> Record:
     return head
 
 
-def _head(open_file: _Open) -> tuple[Record, _ReadSteps]:
+def _head(open_file: _Open) -> tuple[TraceRecord, _ReadSteps]:
     """A trace's first record, and a function that reads its steps."""
     with open_file() as file:
         data = _limited(file.readline(_MAX_RECORD_BYTES + 1), "line 1")
         try:
-            head = cast("Record", decode_head(data))
+            head = cast("TraceRecord", decode_head(data))
         except msgspec.ValidationError as error:
             raise ValueError(f"line 1: {error}") from error
         except msgspec.DecodeError as error:
             # The file may be a JSON object on many lines.
             data += file.read(_MAX_RECORD_BYTES + 1 - len(data))
             try:
-                head = cast("Record", decode_head(_limited(data, "its JSON")))
+                head = cast("TraceRecord", decode_head(_limited(data, "its JSON")))
             except msgspec.DecodeError as second:
                 raise ValueError(f"line 1: {error}; as a whole: {second}") from second
             head.setdefault("steps", [])
@@ -156,7 +156,7 @@ def _members(file: BinaryIO) -> Iterator[tuple[str, bytes]]:
     with tarfile.open(fileobj=file, mode="r|", tarinfo=_TarInfo) as archive:
         for number, member in enumerate(archive):
             if number == _MAX_MEMBERS:
-                raise tarfile.ReadError(f"it has more than {_MAX_MEMBERS} members")
+                raise tarfile.ReadError(f"the archive has more than {_MAX_MEMBERS} members")
             if member.size > _MAX_RECORD_BYTES or member.offset > _MAX_FILE_BYTES:
                 raise tarfile.ReadError(f"{member.name} is too large to read from an archive")
             if member.isreg() and (data := archive.extractfile(member)) is not None:
@@ -171,7 +171,7 @@ class _TarInfo(tarfile.TarInfo):
         info = super().frombuf(buf, encoding, errors)
         # tarfile reads names and attributes that are too long for a header as a whole.
         if not info.isfile() and info.size > _MAX_TAR_HEADER_BYTES:
-            raise tarfile.ReadError("it has a header that is too long")
+            raise tarfile.ReadError("the archive has a member header that is too long")
         return info
 
 
@@ -217,7 +217,7 @@ class _XzFile(io.RawIOBase):
         while not self._unpacker.eof:
             data = self._file.read(_CHUNK_BYTES) if self._unpacker.needs_input else b""
             if self._unpacker.needs_input and not data:
-                raise EOFError("it ends in the middle")
+                raise EOFError("the compressed data end in the middle")
             if unpacked := self._unpacker.decompress(data, len(view)):
                 view[: len(unpacked)] = unpacked
                 return len(unpacked)

@@ -24,7 +24,7 @@ from scheduler.core.plan import (
 )
 from scheduler.core.scheduler import SchedulerCore
 from scheduler.replay import snapshot
-from scheduler.replay.trace import Record, header, request_record
+from scheduler.replay.trace import TraceRecord, header, request_record
 
 _FINISH_NAMES = {
     RequestStatus.STOPPED: "stop",
@@ -64,7 +64,7 @@ class Recorder(SchedulerCore):
     def __init__(
         self,
         config: SchedulerConfig,
-        emit: Callable[[Record], None],
+        emit: Callable[[TraceRecord], None],
         *,
         max_crc_blocks: int = 1 << 30,
     ) -> None:
@@ -72,7 +72,7 @@ class Recorder(SchedulerCore):
         self._emit = emit
         self._max_crc_blocks = max_crc_blocks
         self._is_stopped = False
-        self._step: Record = {}
+        self._step: TraceRecord = {}
         self._phase = _Phase.NONE
         self._num_steps = 0
         # Names of live requests.
@@ -157,7 +157,7 @@ class Recorder(SchedulerCore):
         self._flights = {i: flight for i, flight in self._flights.items() if i > result.step_id}
         sampled = _split(names, result.num_sampled_tokens, result.token_ids)
         output = super().update(result, now)
-        record: Record = {
+        record: TraceRecord = {
             "of": number,
             "sampled": {name: tokens for name, tokens in sampled.items() if tokens},
             "out": self._output_record(output),
@@ -187,7 +187,7 @@ class Recorder(SchedulerCore):
             }
         super().update_drafts(keys, num_drafts, draft_token_ids)
 
-    def header(self, name: str) -> Record:
+    def header(self, name: str) -> TraceRecord:
         """The first record of a recording that begins here.
 
         In the middle of a run, this record holds the core's state. `emit` may request this record
@@ -213,7 +213,7 @@ class Recorder(SchedulerCore):
         }
         return record
 
-    def resume(self, start: Record, key_by_name: dict[str, int]) -> None:
+    def resume(self, start: TraceRecord, key_by_name: dict[str, int]) -> None:
         """Continue from a recording's initial state, which the core has been restored to."""
         self._num_steps = start["step"]
         self._name_by_key = {key: name for name, key in key_by_name.items()}
@@ -266,12 +266,12 @@ class Recorder(SchedulerCore):
         """Note that requests ended; their names stay reserved in the current file."""
         if self._is_stopped:
             return
-        for one in finished:
-            name = self._name_by_key.pop(one.key)
+        for request in finished:
+            name = self._name_by_key.pop(request.key)
             self._first_cached.pop(name, None)
             self._finished.append(name)
 
-    def _plan_record(self, plan: StepPlan) -> Record:
+    def _plan_record(self, plan: StepPlan) -> TraceRecord:
         requests = self.state.table.requests
         names = []
         for row in plan.rows.tolist():
@@ -284,7 +284,7 @@ class Recorder(SchedulerCore):
         admitted = {self._name_by_key[a.key]: a for a in plan.admissions}
         for name, admission in admitted.items():
             self._first_cached.setdefault(name, admission.num_cached_tokens)
-        record: Record = {
+        record: TraceRecord = {
             "tokens": dict(zip(names, plan.num_scheduled_tokens.tolist(), strict=True)),
             "new": [name for name, a in admitted.items() if not a.is_resumed],
             "resumed": [name for name, a in admitted.items() if a.is_resumed],
@@ -319,13 +319,13 @@ class Recorder(SchedulerCore):
         record["free"] = self.num_free_blocks
         return record
 
-    def _output_record(self, output: StepOutput) -> list[Record]:
-        ends = {one.key: one for one in output.finished}
+    def _output_record(self, output: StepOutput) -> list[TraceRecord]:
+        ends = {request.key: request for request in output.finished}
         records = []
         tokens = _split(output.keys.tolist(), output.num_new_tokens, output.token_ids)
         for key in dict.fromkeys([*tokens, *ends]):
             name = self._name_by_key[key]
-            record: Record = {"id": name, "tokens": tokens.get(key, [])}
+            record: TraceRecord = {"id": name, "tokens": tokens.get(key, [])}
             end = ends.get(key)
             if end is not None:
                 record["finish"] = _FINISH_NAMES[end.status]

@@ -21,7 +21,7 @@ import msgspec
 
 from scheduler.core.plan import SchedulerConfig
 from scheduler.replay.recorder import Recorder
-from scheduler.replay.trace import Record
+from scheduler.replay.trace import TraceRecord
 
 logger = logging.getLogger(__name__)
 
@@ -71,7 +71,7 @@ class Recording:
         if not await asyncio.to_thread(self._writer.close, _CLOSE_TIMEOUT_S):
             logger.warning("recording to %s is cut off: the disk does not take it", self._path)
 
-    def _take(self, record: Record) -> None:
+    def _take(self, record: TraceRecord) -> None:
         if self._writer.has_failed:
             self.recorder.stop()
         elif self._num_left_out:
@@ -105,7 +105,7 @@ class Recording:
         self._num_file_bytes = 0
         self._write(self.recorder.header(self._path.stem), begins_file=True)
 
-    def _write(self, record: Record, *, begins_file: bool) -> None:
+    def _write(self, record: TraceRecord, *, begins_file: bool) -> None:
         line = msgspec.json.encode(record) + b"\n"
         self._num_file_bytes += len(line)
         self._writer.put(line, begins_file=begins_file)

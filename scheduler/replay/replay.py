@@ -20,7 +20,7 @@ from scheduler.core.plan import (
 from scheduler.core.scheduler import SchedulerCore
 from scheduler.replay import snapshot
 from scheduler.replay.recorder import Recorder
-from scheduler.replay.trace import Record, trace_config, trace_request
+from scheduler.replay.trace import TraceRecord, trace_config, trace_request
 
 # Fields are compared in this order, the order in which the core decides them.
 _SCHED_FIELDS = (
@@ -59,9 +59,9 @@ class Difference:
 class Replay:
     """The replay of one trace through a core."""
 
-    def __init__(self, trace: Record) -> None:
+    def __init__(self, trace: TraceRecord) -> None:
         self.trace = trace
-        self._records: list[Record] = []
+        self._records: list[TraceRecord] = []
         self.core = Recorder(trace_config(trace), self._records.append)
         self._keys: dict[str, int] = {}
         # For each step without a result: its id, its requests' names and rows.
@@ -69,7 +69,7 @@ class Replay:
         if "start" in trace:
             self._start(trace["start"])
 
-    def steps(self) -> Iterator[tuple[Record, Record]]:
+    def steps(self) -> Iterator[tuple[TraceRecord, TraceRecord]]:
         """Yields each step's record in the trace and the current core's record for its inputs."""
         for expected in self.trace["steps"]:
             apply_inputs(self.core, expected, self._keys, self._add)
@@ -84,7 +84,7 @@ class Replay:
             self.core.end_step()
             yield expected, self._records.pop()
 
-    def _start(self, start: Record) -> None:
+    def _start(self, start: TraceRecord) -> None:
         """Restore the state of a recording that begins in the middle of a run."""
         names = start["state"]["requests"]
         self._keys = {name: key for key, name in enumerate(names)}
@@ -99,7 +99,7 @@ class Replay:
         key = self._keys[name] = len(self._keys)
         self.core.add_request(trace_request(self.trace, name, key), now)
 
-    def _schedule(self, step: Record) -> None:
+    def _schedule(self, step: TraceRecord) -> None:
         plan = self.core.schedule(
             step.get("now", 0.0), throttle_prefills=step.get("throttle", False)
         )
@@ -107,7 +107,7 @@ class Replay:
         names = [self.core.state.table.request(row).request_id for row in rows]
         self._flights[step["i"]] = (plan.step_id, names, rows)
 
-    def _update(self, update: Record) -> None:
+    def _update(self, update: TraceRecord) -> None:
         step_id, names, rows = self._flights.pop(update["of"])
         sampled = [update["sampled"].get(name, []) for name in names]
         failed = update.get("failed", ())
@@ -133,7 +133,7 @@ class Replay:
 
 def apply_inputs(
     core: SchedulerCore,
-    step: Record,
+    step: TraceRecord,
     key_by_name: Mapping[str, int],
     add: Callable[[str, float], None],
 ) -> None:
@@ -163,7 +163,7 @@ def apply_inputs(
         core.abort(key_by_name[name])
 
 
-def first_difference(trace: Record) -> Difference | None:
+def first_difference(trace: TraceRecord) -> Difference | None:
     """Replays a trace; the first difference, or None."""
     name = trace.get("name", "trace")
     num_outputs: Counter[str] = Counter()
@@ -182,7 +182,7 @@ def first_difference(trace: Record) -> Difference | None:
 
 
 def _is_length_before_min_tokens(
-    trace: Record, num_outputs: Counter[str], expected: Record, got: Record
+    trace: TraceRecord, num_outputs: Counter[str], expected: TraceRecord, got: TraceRecord
 ) -> bool:
     request_id = expected["id"]
     min_tokens = trace["requests"].get(request_id, {}).get("min_tokens", 0)
@@ -190,7 +190,7 @@ def _is_length_before_min_tokens(
     return is_guarded and got == expected | {"finish": "length"}
 
 
-def _compared(expected: Record, got: Record) -> Iterator[tuple[str, Any, Any]]:
+def _compared(expected: TraceRecord, got: TraceRecord) -> Iterator[tuple[str, Any, Any]]:
     yield "ctl", expected.get("ctl"), got.get("ctl")
     for field in _SCHED_FIELDS if "sched" in expected else ():
         yield f"sched.{field}", expected["sched"].get(field), got["sched"].get(field)

@@ -11,7 +11,7 @@ import msgspec
 
 from scheduler.replay.reader import UNPACK_ERRORS, read_traces
 from scheduler.replay.replay import first_difference
-from scheduler.replay.trace import Record
+from scheduler.replay.trace import TraceRecord
 from scheduler.replay.what_if import RunOutcome, changed, recorded_outcome, settings, try_settings
 
 # Errors that well-formed but inconsistent records can raise: unknown names, mismatched lengths,
@@ -55,7 +55,7 @@ def try_changes(paths: Sequence[Path], changes: Sequence[str]) -> None:
 
 
 @contextlib.contextmanager
-def _located(name: str, trace: Record) -> Iterator[None]:
+def _located(name: str, trace: TraceRecord) -> Iterator[None]:
     """Turns an exception that an inconsistent trace raises into an error with its position."""
     try:
         yield
@@ -64,7 +64,7 @@ def _located(name: str, trace: Record) -> Iterator[None]:
         raise ValueError(f"{name}: {where}: {type(error).__name__}: {error}") from error
 
 
-def _matches(name: str, trace: Record) -> bool:
+def _matches(name: str, trace: TraceRecord) -> bool:
     difference = first_difference(trace)
     if difference is None:
         return True
@@ -81,7 +81,7 @@ def _short(value: Any) -> str:
     return "nothing" if value is None else json.dumps(value)
 
 
-def _print_outcomes(name: str, trace: Record, changes: Sequence[str]) -> None:
+def _print_outcomes(name: str, trace: TraceRecord, changes: Sequence[str]) -> None:
     try:
         config = changed(settings(trace), changes)
     except ValueError as error:

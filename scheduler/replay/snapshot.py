@@ -16,7 +16,7 @@ from scheduler.core.plan import NewRequest, Pause, PrefixCacheStats, RequestStat
 from scheduler.core.request import NO_ROW, Request
 from scheduler.core.request_table import NO_ADMISSION
 from scheduler.core.state import Flight, SchedulerState
-from scheduler.replay.trace import Record
+from scheduler.replay.trace import TraceRecord
 
 _STATUS_LETTERS = {
     RequestStatus.WAITING: "W",
@@ -30,7 +30,7 @@ _STATUS_LETTERS = {
 NUM_FREE_HEAD = 4
 
 
-def take(state: SchedulerState, name_by_key: dict[int, str]) -> Record:
+def take(state: SchedulerState, name_by_key: dict[int, str]) -> TraceRecord:
     """The state between two calls of a core."""
     table, queues = state.table, state.queues
     running = [table.request(row) for row in table.running_rows.tolist()]
@@ -59,7 +59,9 @@ def take(state: SchedulerState, name_by_key: dict[int, str]) -> Record:
     }
 
 
-def restore(state: SchedulerState, snapshot: Record, spec_by_name: dict[str, NewRequest]) -> None:
+def restore(
+    state: SchedulerState, snapshot: TraceRecord, spec_by_name: dict[str, NewRequest]
+) -> None:
     """Restore a snapshot into a new core; only row numbers may differ.
 
     Args:
@@ -93,11 +95,11 @@ def restore(state: SchedulerState, snapshot: Record, spec_by_name: dict[str, New
         state.flights.append(_restored_flight(state, record, requests, past))
 
 
-def _request_record(state: SchedulerState, request: Request) -> Record:
+def _request_record(state: SchedulerState, request: Request) -> TraceRecord:
     table, row = state.table, request.row
     is_running = row != NO_ROW
     tokens = table.tokens(row) if is_running else request.token_ids
-    record: Record = {
+    record: TraceRecord = {
         "status": request.status.name,
         "output": tokens[request.num_prompt_tokens :].tolist(),
         "is_ready": request.is_ready,
@@ -121,7 +123,7 @@ def _request_record(state: SchedulerState, request: Request) -> Record:
     return record
 
 
-def _restored_request(state: SchedulerState, spec: NewRequest, record: Record) -> Request:
+def _restored_request(state: SchedulerState, spec: NewRequest, record: TraceRecord) -> Request:
     history = History(spec.request_id, state.step_id, state.now, 0)
     request = Request(spec, state.config.block_size, history)
     output = np.array(record["output"], dtype=np.int32)
@@ -141,7 +143,7 @@ def _restored_request(state: SchedulerState, spec: NewRequest, record: Record) -
     return request
 
 
-def _restore_row(state: SchedulerState, request: Request, record: Record) -> None:
+def _restore_row(state: SchedulerState, request: Request, record: TraceRecord) -> None:
     table = state.table
     row = table.assign_row(request)
     num_blocks, num_drafts = len(record["blocks"]), len(record["drafts"])
@@ -159,7 +161,9 @@ def _restore_row(state: SchedulerState, request: Request, record: Record) -> Non
     state.kv.set_events(row)
 
 
-def _flight_record(state: SchedulerState, flight: Flight, name_by_key: dict[int, str]) -> Record:
+def _flight_record(
+    state: SchedulerState, flight: Flight, name_by_key: dict[int, str]
+) -> TraceRecord:
     """A step in flight; the name of each row's request, None where the output is dropped."""
     names: list[str | None] = []
     is_stale = []
@@ -179,7 +183,7 @@ def _flight_record(state: SchedulerState, flight: Flight, name_by_key: dict[int,
 
 
 def _restored_flight(
-    state: SchedulerState, record: Record, requests: dict[str, Request], past: "count[int]"
+    state: SchedulerState, record: TraceRecord, requests: dict[str, Request], past: "count[int]"
 ) -> Flight:
     rows, admission_ids = [], []
     for name, is_stale in zip(record["names"], record["is_stale"], strict=True):
@@ -206,10 +210,10 @@ def _restored_flight(
 
 def state_record(
     state: SchedulerState, name_by_key: dict[int, str], *, max_crc_blocks: int
-) -> Record:
+) -> TraceRecord:
     """The state after a step in the trace format."""
     pool, table, queues = state.kv.pool, state.table, state.queues
-    record: Record = {"free": pool.num_free}
+    record: TraceRecord = {"free": pool.num_free}
     if pool.num_free <= max_crc_blocks:
         record["free_crc"] = zlib.crc32(",".join(map(str, pool.free_blocks)).encode())
     record["free_head"] = list(islice(pool.free_blocks, NUM_FREE_HEAD))

@@ -14,12 +14,12 @@ import numpy as np
 from scheduler.core.plan import NewRequest, RepetitionLimit, SchedulerConfig
 from scheduler.core.policy import POLICIES, policy_name
 
-Record = dict[str, Any]
+TraceRecord = dict[str, Any]
 
 SCHEMA = "vllm-sched-trace/1"
 
 
-def header(config: SchedulerConfig, name: str) -> Record:
+def header(config: SchedulerConfig, name: str) -> TraceRecord:
     """The first record of a recording: a trace without its requests and steps."""
     return {
         "schema": SCHEMA,
@@ -48,25 +48,25 @@ def header(config: SchedulerConfig, name: str) -> Record:
     }
 
 
-def assemble(records: list[Record]) -> Record:
+def assemble(records: list[TraceRecord]) -> TraceRecord:
     """A trace from a recording's records: the header, then its steps."""
     first, *steps = records
-    trace: Record = {**first, "requests": dict(first.get("requests", {})), "steps": []}
+    trace: TraceRecord = {**first, "requests": dict(first.get("requests", {})), "steps": []}
     for step in steps:
         trace["requests"] |= step.get("requests", {})
         trace["steps"].append({name: part for name, part in step.items() if name != "requests"})
     return trace
 
 
-def request_record(request: NewRequest, arrival: int) -> Record:
+def request_record(request: NewRequest, arrival: int) -> TraceRecord:
     """A request in the trace format."""
-    record: Record = {
+    record: TraceRecord = {
         "arrival": arrival,
         "arrival_time": request.arrival_time,
         "prompt": request.prompt_token_ids.tolist(),
         "max_tokens": request.max_tokens,
     }
-    optional: Record = {
+    optional: TraceRecord = {
         "priority": request.priority,
         "min_tokens": request.min_tokens,
         "stop_token_ids": list(request.stop_token_ids),
@@ -89,7 +89,7 @@ def request_record(request: NewRequest, arrival: int) -> Record:
     return record
 
 
-def trace_config(trace: Record) -> SchedulerConfig:
+def trace_config(trace: TraceRecord) -> SchedulerConfig:
     """The settings a trace was recorded with."""
     config = trace["config"]
     return SchedulerConfig(
@@ -113,7 +113,7 @@ def trace_config(trace: Record) -> SchedulerConfig:
     )
 
 
-def trace_request(trace: Record, request_id: str, key: int) -> NewRequest:
+def trace_request(trace: TraceRecord, request_id: str, key: int) -> NewRequest:
     """A request of a trace."""
     record = trace["requests"][request_id]
     eos_token_ids = record.get("eos_token_ids") or (

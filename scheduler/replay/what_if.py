@@ -18,7 +18,7 @@ from scheduler.core.plan import Pause, SchedulerConfig, StepPlan, StepResult
 from scheduler.core.scheduler import SchedulerCore
 from scheduler.replay.replay import apply_inputs
 from scheduler.replay.schema import HeadRecord
-from scheduler.replay.trace import Record, header, trace_config, trace_request
+from scheduler.replay.trace import TraceRecord, header, trace_config, trace_request
 
 # A run that needs this many times the recording's steps is assumed to never end.
 MAX_STEPS_FACTOR = 50
@@ -39,7 +39,7 @@ class RunOutcome:
     max_steps_waited: int
 
 
-def settings(trace: Record) -> SchedulerConfig:
+def settings(trace: TraceRecord) -> SchedulerConfig:
     """The settings that a trace was recorded with."""
     return trace_config(trace)
 
@@ -85,7 +85,7 @@ def _parsed(name: str, text: str, kind: Any) -> Any:
     return text
 
 
-def recorded_outcome(trace: Record) -> RunOutcome:
+def recorded_outcome(trace: TraceRecord) -> RunOutcome:
     """Totals of the recorded run."""
     sums = _Sums()
     computed: dict[str, int] = {}
@@ -109,7 +109,7 @@ def recorded_outcome(trace: Record) -> RunOutcome:
     return sums.outcome(num_steps)
 
 
-def try_settings(trace: Record, config: SchedulerConfig) -> RunOutcome:
+def try_settings(trace: TraceRecord, config: SchedulerConfig) -> RunOutcome:
     """Totals of a trace's workload under other settings."""
     return _Trial(trace, config).run()
 
@@ -149,7 +149,7 @@ class _Sums:
 class _Trial:
     """A closed loop: a core, and a worker that repeats the recording's tokens."""
 
-    def __init__(self, trace: Record, config: SchedulerConfig) -> None:
+    def __init__(self, trace: TraceRecord, config: SchedulerConfig) -> None:
         self._trace = trace
         self._config = config
         self._core = SchedulerCore(config)
@@ -174,7 +174,7 @@ class _Trial:
         while self._number < num_recorded or (
             self._core.has_unfinished and self._number < max_steps
         ):
-            step: Record = next(steps, {})
+            step: TraceRecord = next(steps, {})
             if not step:
                 # After the recording's end no record lifts a pause of the core or of a request.
                 self._core.set_pause(Pause.UNPAUSED)
@@ -200,7 +200,7 @@ class _Trial:
         if self._core.refusal(len(request.prompt_token_ids), request.max_tokens) is None:
             self._core.add_request(request, now)
 
-    def _schedule(self, step: Record) -> None:
+    def _schedule(self, step: TraceRecord) -> None:
         plan = self._core.schedule(
             step.get("now", 0.0), throttle_prefills=step.get("throttle", False)
         )
@@ -245,7 +245,7 @@ class _Trial:
         return known + [0] * (1 + num_accepted - len(known))
 
 
-def _live_at_start(trace: Record) -> dict[str, list[int]]:
+def _live_at_start(trace: TraceRecord) -> dict[str, list[int]]:
     """Tokens by request generated before the recording began in the middle of a run."""
     if "start" not in trace:
         return {}
@@ -255,7 +255,7 @@ def _live_at_start(trace: Record) -> dict[str, list[int]]:
     return {name: state["requests"][name]["output"] for name in names}
 
 
-def _outputs_by_name(trace: Record) -> "dict[str, array[int]]":
+def _outputs_by_name(trace: TraceRecord) -> "dict[str, array[int]]":
     outputs: defaultdict[str, array[int]] = defaultdict(lambda: array("i"))
     for step in trace["steps"]:
         for output in step.get("update", {}).get("out", ()):
@@ -263,10 +263,10 @@ def _outputs_by_name(trace: Record) -> "dict[str, array[int]]":
     return outputs
 
 
-def _acceptance(trace: Record) -> float:
+def _acceptance(trace: TraceRecord) -> float:
     """The share of drafts that the recorded worker accepted."""
     num_drafted = num_accepted = 0
-    drafts_by_step: Record = {}
+    drafts_by_step: TraceRecord = {}
     for step in trace["steps"]:
         if spec := step.get("sched", {}).get("spec"):
             drafts_by_step[step["i"]] = spec

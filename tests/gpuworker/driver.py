@@ -8,7 +8,7 @@ from dataclasses import dataclass, field
 
 import numpy as np
 
-from gpuworker.core.plan import RowRequest, SamplingSettings, StepPlan, StepResult
+from gpuworker.core.plan import AssignedRequest, ExecutedStep, ReceivedPlan, SamplingSettings
 from gpuworker.runner import ModelRunner, PendingStep
 
 UNKNOWN = -1
@@ -71,7 +71,7 @@ class Driver:
 
     def step(
         self, scheduled: Mapping[int, int], drafts: Mapping[int, Sequence[int]] | None = None
-    ) -> StepResult:
+    ) -> ExecutedStep:
         """Runs one step: `scheduled` tokens of each row, then its drafts."""
         drafts = drafts or {}
         plan = self._plan(scheduled, drafts)
@@ -101,7 +101,7 @@ class Driver:
         """Rows that have a token on its way."""
         return {row for _, _, columns in self._launched for row in columns}
 
-    def finish_oldest(self) -> StepResult:
+    def finish_oldest(self) -> ExecutedStep:
         """Finishes the step launched first; its tokens go to those who were in its rows."""
         step, requests, columns = self._launched.pop(0)
         result = step.finish()
@@ -119,7 +119,9 @@ class Driver:
             self.step({row: len(request.tokens) - request.num_computed_tokens})
         return request.output[:num_output]
 
-    def _plan(self, scheduled: Mapping[int, int], drafts: Mapping[int, Sequence[int]]) -> StepPlan:
+    def _plan(
+        self, scheduled: Mapping[int, int], drafts: Mapping[int, Sequence[int]]
+    ) -> ReceivedPlan:
         appended = []
         num_scheduled = []
         num_drafts = [len(drafts.get(row, ())) for row in scheduled]
@@ -130,11 +132,13 @@ class Driver:
             while len(request.blocks) * self.runner.limits.block_size < end:
                 request.blocks.append(self.free_blocks.pop())
                 appended.append((row, request.blocks[-1]))
-        plan = StepPlan(
+        plan = ReceivedPlan(
             step_id=self._step_id,
             freed_rows=int32(*self._freed),
             row_requests=tuple(
-                RowRequest(r.row, f"r{r.row}", int32(*r.tokens), r.num_prompt_tokens, r.sampling)
+                AssignedRequest(
+                    r.row, f"r{r.row}", int32(*r.tokens), r.num_prompt_tokens, r.sampling
+                )
                 for r in self._placed
             ),
             appended_block_rows=int32(*(row for row, _ in appended)),
@@ -153,7 +157,7 @@ class Driver:
         self,
         scheduled: Mapping[int, int],
         drafts: Mapping[int, Sequence[int]],
-        result: StepResult,
+        result: ExecutedStep,
     ) -> None:
         start = 0
         for (row, count), num in zip(

@@ -9,7 +9,7 @@ import pytest
 import torch
 import transformers
 
-from gpuworker.core.plan import PlanError, SamplingSettings, StepPlan, StepResult
+from gpuworker.core.plan import ExecutedStep, PlanError, ReceivedPlan, SamplingSettings
 from gpuworker.runner import ModelRunner
 from tests.gpuworker.driver import GREEDY, Driver, int32
 from tests.gpuworker.sampling.chi_square import assert_follows
@@ -119,7 +119,7 @@ def test_32_requests_with_preemptions_give_what_each_gives_alone(
     )
 
 
-def sampled_logprobs(result: StepResult) -> dict[int, list[list[float]]]:
+def sampled_logprobs(result: ExecutedStep) -> dict[int, list[list[float]]]:
     """Of each row that asked: those of its tokens and of the likeliest ones, to the last bit."""
     return {
         row.row: np.column_stack((row.tokens.logprobs, row.tokens.top_logprobs)).tolist()
@@ -356,7 +356,7 @@ def test_a_reset_runner_has_no_rows(driver: Driver) -> None:
     driver.add(0, prompts(1)[0])
     driver.step({0: 1})
     driver.runner.reset()
-    plan = StepPlan(
+    plan = ReceivedPlan(
         step_id=1,
         rows=int32(0),
         num_computed_tokens=int32(1),

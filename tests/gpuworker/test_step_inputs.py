@@ -4,7 +4,7 @@ import numpy as np
 import torch
 
 from gpuworker.core.input_batch import BatchLimits, InputBatch
-from gpuworker.core.plan import RowRequest, SamplingSettings, StepPlan
+from gpuworker.core.plan import AssignedRequest, ReceivedPlan, SamplingSettings
 from gpuworker.step_inputs import InputStaging, StepSizes
 
 LIMITS = BatchLimits(
@@ -27,9 +27,9 @@ def test_padding_is_zero_whatever_earlier_steps_left_there() -> None:
     staging._ring._host_views[0].fill(1 << 30)
     rows = InputBatch(LIMITS)
     batch = rows.apply(
-        StepPlan(
+        ReceivedPlan(
             step_id=0,
-            row_requests=(RowRequest(1, "a", int32(7, 8, 9), 3, SamplingSettings()),),
+            row_requests=(AssignedRequest(1, "a", int32(7, 8, 9), 3, SamplingSettings()),),
             appended_block_rows=int32(1),
             appended_block_ids=int32(1),
             rows=int32(1),

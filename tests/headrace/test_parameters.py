@@ -55,8 +55,8 @@ def test_a_row_has_its_value_or_that_it_is_off(parameter: Parameter) -> None:
     for row, settings in enumerate(
         (SamplingSettings(), SamplingSettings(**{parameter.name: 1}))  # type: ignore[arg-type]
     ):
-        request = wire.RowRequest(row, "r", [], 1, settings)  # type: ignore[arg-type]
-        slots.place(request)
+        request = wire.AssignedRequest(row, "r", [], 1, settings)  # type: ignore[arg-type]
+        slots.occupy(request)
     assert slots.number_by_name[parameter.name].tolist() == [parameter.off, 1]
 
 

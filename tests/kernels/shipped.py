@@ -19,7 +19,7 @@ from gpuworker.kernels.ops import (
     HeadNorms,
     LogitEdits,
     RopeTables,
-    TokenPlaces,
+    StepTokens,
     Verification,
 )
 from headrace.parameters import Stage, names_of
@@ -189,13 +189,13 @@ def _rotate(model: Model, target: Target) -> None:
         return
     size = model.head_dim
     rotary_dim = size if model.rotary_dim is None else model.rotary_dim
-    places = TokenPlaces(torch.zeros(2, dtype=torch.int64), Slots(torch.zeros(2).int()))
+    tokens = StepTokens(torch.zeros(2, dtype=torch.int64), Slots(torch.zeros(2).int()))
     norms = HeadNorms(torch.zeros(size), torch.zeros(size), 1e-6)
     rope = RopeTables(torch.zeros(16, rotary_dim // 2), torch.zeros(16, rotary_dim // 2))
     TritonOps().rotate_and_write(
         _zeros(2, model.num_heads + 2 * model.num_kv_heads, size),
         kv,
-        places,
+        tokens,
         norms if model.has_head_norms else None,
         rope if rotary_dim else None,
     )

@@ -6,7 +6,7 @@ import torch
 
 from gpuworker.attention.interface import LayerKv
 from gpuworker.kernels.fused import TritonOps
-from gpuworker.kernels.ops import HeadNorms, RopeTables, TokenPlaces
+from gpuworker.kernels.ops import HeadNorms, RopeTables, StepTokens
 from gpuworker.kernels.twins import TorchOps
 from tests.kernels.batches import Slots, beyond_int32, poison_allocations
 
@@ -70,20 +70,20 @@ def rotation(num_heads, num_kv_heads, head_dim, rotary_dim, page, dtype, pool_dt
     """Inputs of rotate_and_write: five tokens, one of them without a slot."""
     qkv = random(5, num_heads + 2 * num_kv_heads, head_dim, dtype=dtype, seed=head_dim)
     pool = torch.full((4, num_kv_heads, page, head_dim), torch.nan).to(pool_dtype)
-    places = TokenPlaces(
+    tokens = StepTokens(
         torch.tensor([0, 7, 3, 20, 1]),
         Slots(torch.tensor([page, 3 * page + 5, page + 1, -1, 2], dtype=torch.int32)),
     )
     norms = HeadNorms(random(head_dim), random(head_dim, seed=9), 1e-6)
     angles = torch.outer(torch.arange(32.0), 0.5 ** torch.arange(rotary_dim // 2))
     rope = RopeTables(angles.cos(), angles.sin())
-    return qkv, LayerKv(pool, pool.clone()), places, norms, rope
+    return qkv, LayerKv(pool, pool.clone()), tokens, norms, rope
 
 
-def check_rotation(qkv, kv, places, norms, rope, dtype):
+def check_rotation(qkv, kv, tokens, norms, rope, dtype):
     other = LayerKv(kv.key.clone(), kv.value.clone())
-    query = TritonOps().rotate_and_write(qkv, kv, places, norms, rope)
-    expected = TorchOps().rotate_and_write(qkv, other, places, norms, rope)
+    query = TritonOps().rotate_and_write(qkv, kv, tokens, norms, rope)
+    expected = TorchOps().rotate_and_write(qkv, other, tokens, norms, rope)
     assert close(query, expected, dtype)
     for pool, twin in ((kv.key, other.key), (kv.value, other.value)):
         ours, theirs = pool.float(), twin.float()
@@ -104,17 +104,17 @@ def test_rotate_and_write_equals_its_twin(dtype, num_heads, num_kv_heads, head_d
 @pytest.mark.parametrize("has_norms", [False, True])
 @pytest.mark.parametrize("has_rope", [False, True])
 def test_norms_and_rotation_may_be_missing(has_norms, has_rope):
-    qkv, kv, places, norms, rope = rotation(4, 2, 64, 64, 16, torch.float32, torch.float32)
+    qkv, kv, tokens, norms, rope = rotation(4, 2, 64, 64, 16, torch.float32, torch.float32)
     check_rotation(
-        qkv, kv, places, norms if has_norms else None, rope if has_rope else None, torch.float32
+        qkv, kv, tokens, norms if has_norms else None, rope if has_rope else None, torch.float32
     )
 
 
 def test_eight_bit_pools_get_clamped_values():
     # The interpreter rounds 31.7 to 16: only what eight bits hold, or clamps, is compared.
-    qkv, kv, places, _, _ = rotation(4, 2, 64, 64, 16, torch.float32, torch.float8_e4m3fn)
+    qkv, kv, tokens, _, _ = rotation(4, 2, 64, 64, 16, torch.float32, torch.float8_e4m3fn)
     qkv = 16 * (20 * qkv).to(torch.float8_e4m3fn).float()
-    check_rotation(qkv, kv, places, None, None, torch.float32)
+    check_rotation(qkv, kv, tokens, None, None, torch.float32)
     assert kv.key.float().nan_to_num().abs().max() == 448.0
 
 
@@ -122,6 +122,6 @@ def test_keys_and_values_are_written_past_two_to_the_31_elements_of_a_pool():
     qkv, _, _, _, _ = rotation(4, 2, 64, 64, 16, torch.float16, torch.float16)
     kv = LayerKv(beyond_int32(2, 16, 64), beyond_int32(2, 16, 64))
     slots = torch.arange(5, dtype=torch.int32) + (len(kv.key) - 1) * 16
-    TritonOps().rotate_and_write(qkv, kv, TokenPlaces(torch.arange(5), Slots(slots)), None, None)
+    TritonOps().rotate_and_write(qkv, kv, StepTokens(torch.arange(5), Slots(slots)), None, None)
     assert torch.equal(kv.key[-1, :, :5], qkv[:, 4:6].transpose(0, 1))
     assert torch.equal(kv.value[-1, :, :5], qkv[:, 6:].transpose(0, 1))

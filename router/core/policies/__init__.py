@@ -11,15 +11,15 @@ from router.core.policies.fcfs import FcfsOrder
 from router.core.policies.order import Order
 from router.core.policies.priority import PriorityOrder
 
-Policy = Literal["fcfs", "priority", "fair"]
+OrderName = Literal["fcfs", "priority", "fair"]
 
-_ORDER_BY_POLICY: Mapping[Policy, Callable[[float], Order]] = {
+_ORDER_BY_NAME: Mapping[OrderName, Callable[[float], Order]] = {
     "fcfs": lambda _: FcfsOrder(),
     "priority": PriorityOrder,
     "fair": FairOrder,
 }
 
 
-def make_order(policy: Policy, *, aging_s: float = 0.0) -> Order:
+def make_order(policy: OrderName, *, aging_s: float = 0.0) -> Order:
     """The order of a policy; aging_s is the waiting time that one priority is worth, 0: none."""
-    return _ORDER_BY_POLICY[policy](aging_s)
+    return _ORDER_BY_NAME[policy](aging_s)

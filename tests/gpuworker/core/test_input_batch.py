@@ -6,7 +6,7 @@ import numpy as np
 import pytest
 
 from gpuworker.core.input_batch import BatchLimits, FlatBatch, InputBatch
-from gpuworker.core.plan import PlanError, RowRequest, SamplingSettings, StepPlan
+from gpuworker.core.plan import AssignedRequest, PlanError, ReceivedPlan, SamplingSettings
 from tests.gpuworker.driver import int32
 
 LIMITS = BatchLimits(
@@ -22,10 +22,10 @@ LIMITS = BatchLimits(
 
 def request(
     row: int, num_tokens: int, num_prompt: int | None = None, **sampling: Any
-) -> RowRequest:
+) -> AssignedRequest:
     tokens = int32(*range(10, 10 + num_tokens))
     settings = SamplingSettings(**sampling)
-    return RowRequest(row, f"r{row}", tokens, num_prompt or num_tokens, settings)
+    return AssignedRequest(row, f"r{row}", tokens, num_prompt or num_tokens, settings)
 
 
 def blocks(**ids_by_row: tuple[int, ...]) -> dict[str, Any]:
@@ -47,7 +47,7 @@ def rows(**computed_scheduled: tuple[int, int]) -> dict[str, Any]:
 
 
 def apply(batch: InputBatch, **plan: Any) -> FlatBatch:
-    return batch.apply(StepPlan(step_id=1, **plan))
+    return batch.apply(ReceivedPlan(step_id=1, **plan))
 
 
 @pytest.fixture

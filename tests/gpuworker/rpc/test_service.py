@@ -14,7 +14,7 @@ import pytest
 import transformers
 from grpc_health.v1 import health_pb2, health_pb2_grpc
 
-from gpuworker.core.plan import StepPlan, StepResult
+from gpuworker.core.plan import ExecutedStep, ReceivedPlan
 from gpuworker.engine import LoadedModel
 from gpuworker.rpc.service import FULL_NAME, GpuWorkerService, Identity
 from gpuworker.runner import PendingStep
@@ -58,7 +58,7 @@ class GatedRunner:
     def reset(self) -> None:
         self._runner.reset()
 
-    def launch(self, plan: StepPlan) -> PendingStep:
+    def launch(self, plan: ReceivedPlan) -> PendingStep:
         self.threads.add(threading.current_thread().name)
         self.has_begun.set()
         assert self.gate.wait(30)
@@ -77,7 +77,7 @@ class DeviceRunner(GatedRunner):
         self.launched: list[int] = []
         self.finished: list[int] = []
 
-    def launch(self, plan: StepPlan) -> Any:
+    def launch(self, plan: ReceivedPlan) -> Any:
         step = super().launch(plan)
         self.launched.append(plan.step_id)
         return DeviceStep(self, step)
@@ -95,7 +95,7 @@ class DeviceStep:
     def wait(self) -> None:
         assert self._runner.device_may_go_on.wait(30)
 
-    def finish(self) -> StepResult:
+    def finish(self) -> ExecutedStep:
         self._runner.threads.add(threading.current_thread().name)
         result = self._step.finish()
         self._runner.finished.append(result.step_id)
@@ -373,7 +373,7 @@ async def test_a_bug_while_reading_ends_the_stream_too(
 ) -> None:
     load(worker)
 
-    def fail(_message: gpuworker_pb2.StepPlan) -> StepPlan:
+    def fail(_message: gpuworker_pb2.StepPlan) -> ReceivedPlan:
         raise bug
 
     monkeypatch.setattr("gpuworker.rpc.service.wire.step_plan", fail)
@@ -390,7 +390,7 @@ async def test_a_bug_in_a_step_ends_the_stream_and_the_worker_serves_on(
 ) -> None:
     load(worker)
 
-    def fail(_plan: StepPlan) -> StepResult:
+    def fail(_plan: ReceivedPlan) -> ExecutedStep:
         raise bug
 
     with monkeypatch.context() as patch:

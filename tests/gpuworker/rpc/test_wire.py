@@ -3,7 +3,13 @@
 import numpy as np
 import pytest
 
-from gpuworker.core.plan import LogprobColumns, RowError, RowLogprobs, SamplingSettings, StepResult
+from gpuworker.core.plan import (
+    ExecutedStep,
+    LogprobColumns,
+    RowError,
+    RowLogprobColumns,
+    SamplingSettings,
+)
 from gpuworker.rpc.wire import step_plan, step_result
 from headrace.service.columns import pack_int32, unpack_int32
 from headrace.service.errors import ServiceError
@@ -125,13 +131,13 @@ def test_a_result_keeps_its_columns_and_logprobs() -> None:
         np.array([[-0.25, -0.5]], dtype=np.float32),
     )
     message = step_result(
-        StepResult(
+        ExecutedStep(
             step_id=3,
             num_sampled_tokens=int32(1, 0),
             token_ids=int32(4),
             num_draft_tokens=int32(2, 0),
             draft_token_ids=int32(8, 9),
-            logprobs=(RowLogprobs(5, columns, None),),
+            logprobs=(RowLogprobColumns(5, columns, None),),
             errors=(RowError(6, "bad"),),
             elapsed_s=0.5,
         )

@@ -6,7 +6,7 @@ import numpy as np
 import torch
 
 from gpuworker.core.input_batch import BatchLimits, InputBatch
-from gpuworker.core.plan import RowRequest, SamplingSettings, StepPlan
+from gpuworker.core.plan import AssignedRequest, ReceivedPlan, SamplingSettings
 from gpuworker.device.transfers import HostTransfers
 from gpuworker.kernels.twins import TorchOps
 from gpuworker.sampling.sampler import Sampler
@@ -51,11 +51,11 @@ def sample(
     rows = InputBatch(limits)
     every = np.arange(num_rows, dtype=np.int32)
     requests = tuple(
-        RowRequest(i, f"r{i}", int32(*tokens[i]), num_prompt_tokens, settings[i])
+        AssignedRequest(i, f"r{i}", int32(*tokens[i]), num_prompt_tokens, settings[i])
         for i in range(num_rows)
     )
     batch = rows.apply(
-        StepPlan(
+        ReceivedPlan(
             step_id=0,
             row_requests=requests,
             appended_block_rows=every,
@@ -66,7 +66,7 @@ def sample(
         )
     )
     sampler = Sampler(TorchOps(), limits, CPU, HostTransfers())
-    sampler.place(requests, rows)
+    sampler.reset_rows(requests, rows)
     sizes = StepSizes(num_rows, num_rows, num_rows)
     columns = InputStaging(limits, CPU).send(batch, rows.slots, sizes).samples
     return sampler.sample(logits, columns, batch, rows).token_ids.tolist()

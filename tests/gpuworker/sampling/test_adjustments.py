@@ -3,7 +3,7 @@
 import numpy as np
 import torch
 
-from gpuworker.core.plan import RowRequest, SamplingSettings
+from gpuworker.core.plan import AssignedRequest, SamplingSettings
 from gpuworker.core.request_slots import RequestSlots
 from tests.gpuworker.sampling.places import sample, sampled
 
@@ -96,7 +96,7 @@ def test_the_token_that_would_complete_a_bad_word_cannot_come() -> None:
 def test_a_freed_rows_bad_words_are_not_its_next_requests() -> None:
     slots = RequestSlots(2, VOCAB_SIZE, ())
     tokens = np.array([1], dtype=np.int32)
-    slots.place(RowRequest(1, "a", tokens, 1, SamplingSettings(bad_token_ids=((4,),))))
+    slots.occupy(AssignedRequest(1, "a", tokens, 1, SamplingSettings(bad_token_ids=((4,),))))
     slots.free(np.array([1], dtype=np.int32))
-    slots.place(RowRequest(1, "b", tokens, 1, SamplingSettings()))
+    slots.occupy(AssignedRequest(1, "b", tokens, 1, SamplingSettings()))
     assert not slots.bad_words_by_row

@@ -6,7 +6,7 @@ import pytest
 
 from router.core import policies
 from router.core.model_queue import ModelQueue
-from router.core.policies import Policy, make_order
+from router.core.policies import OrderName, make_order
 from router.core.policies.order import QueueEntry
 from router.core.policies.priority import PriorityOrder
 
@@ -33,7 +33,7 @@ def drained(queue):
 
 
 def test_every_policy_that_settings_allow_has_an_order():
-    assert set(get_args(Policy)) == set(policies._ORDER_BY_POLICY)
+    assert set(get_args(OrderName)) == set(policies._ORDER_BY_NAME)
 
 
 def test_a_queue_takes_any_order():

@@ -22,16 +22,16 @@ from scheduler.replay.reader import read_traces
 from scheduler.replay.recorder import Recorder
 from scheduler.replay.replay import first_difference
 from scheduler.replay.schema import decode_head, decode_step
-from scheduler.replay.trace import Record, header, trace_config
+from scheduler.replay.trace import TraceRecord, header, trace_config
 from tests.scheduler.core.building import Driver, new_request, scheduler_config
 from tests.scheduler.replay.test_replay import TRACE_BY_NAME
 
 MAX_RSS_BYTES = 400 << 20
 
 
-def recording(*, skip_steps: int = 0, **config: Any) -> list[Record]:
+def recording(*, skip_steps: int = 0, **config: Any) -> list[TraceRecord]:
     """A recording's records; one that begins in the middle of a run if steps are skipped."""
-    records: list[Record] = []
+    records: list[TraceRecord] = []
     recorder = Recorder(scheduler_config(num_gpu_blocks=9, **config), records.append)
     driver = Driver(recorder)
     head = recorder.header("run")
@@ -118,7 +118,7 @@ def as_json(value: object) -> object:
     return json.loads(json.dumps(value))
 
 
-def with_config(**values: object) -> Record:
+def with_config(**values: object) -> TraceRecord:
     head = copy.deepcopy(recording()[0])
     head["config"] |= values
     return head

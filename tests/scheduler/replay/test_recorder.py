@@ -9,7 +9,7 @@ import pytest
 from scheduler.replay.recorder import Recorder
 from scheduler.replay.replay import first_difference
 from scheduler.replay.schema import decode_head, decode_step
-from scheduler.replay.trace import Record, assemble, header
+from scheduler.replay.trace import TraceRecord, assemble, header
 from scheduler.replay.what_if import recorded_outcome, settings, try_settings
 from tests.scheduler.core.building import Driver, new_request, scheduler_config
 
@@ -94,11 +94,11 @@ def test_a_recording_may_begin_in_the_middle_of_a_run(pipeline_depth: int) -> No
         assert first_difference(assemble(json.loads(json.dumps(file)))) is None
 
 
-def run_with_pauses(records_a_file: int) -> list[Record]:
+def run_with_pauses(records_a_file: int) -> list[TraceRecord]:
     """Requests that are paused and go on, in files that each begin where the one before ended."""
-    files: list[list[Record]] = []
+    files: list[list[TraceRecord]] = []
 
-    def emit(record: Record) -> None:
+    def emit(record: TraceRecord) -> None:
         files[-1].append(record)
         if len(files[-1]) > records_a_file:
             files.append([recorder.header("next")])
@@ -141,7 +141,7 @@ def test_other_settings_are_tried_with_the_recordings_pauses() -> None:
 
 def test_a_file_that_begins_while_long_prompts_are_held_replays() -> None:
     config = scheduler_config(long_prefill_token_threshold=64, long_prefill_share=0.5)
-    records: list[Record] = []
+    records: list[TraceRecord] = []
     recorder = Recorder(config, records.append)
     driver = Driver(recorder)
     driver.add(*(new_request(key, 300, max_tokens=2) for key in range(4)))
@@ -160,5 +160,5 @@ def test_a_file_that_begins_while_long_prompts_are_held_replays() -> None:
     recorder.end_step()
     lines = [json.dumps(record) for record in (head, *records)]
     read = [decode_head(lines[0]), *map(decode_step, lines[1:])]
-    assert first_difference(assemble(cast("list[Record]", read))) is None
+    assert first_difference(assemble(cast("list[TraceRecord]", read))) is None
     assert any(step["state"].get("held") for step in read[1:])
