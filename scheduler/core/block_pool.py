@@ -33,6 +33,16 @@ class BlockPool:
         return self._free.keys()
 
     @property
+    def ref_counts(self) -> Sequence[int]:
+        """[num_blocks] requests that hold each block."""
+        return self._num_refs
+
+    @property
+    def digests(self) -> Sequence[bytes | None]:
+        """[num_blocks] the digest of each cached block."""
+        return self._digest_by_block
+
+    @property
     def num_cached(self) -> int:
         """Blocks that can be found by a digest."""
         return sum(digest is not None for digest in self._digest_by_block)
@@ -146,24 +156,3 @@ class BlockPool:
             self._num_refs[block_id] += 1
         for digest, block_ids in cached:
             self.register(block_ids, [digest] * len(block_ids))
-
-    def check(self, holders: dict[int, int]) -> None:
-        """Assert that every block has exactly one owner.
-
-        Args:
-            holders: how many requests hold each block, by block id.
-        """
-        free = set(self._free)
-        assert 0 not in free | holders.keys(), "the null block was given out"
-        for block_id in range(1, self.num_usable + 1):
-            num_refs = self._num_refs[block_id]
-            expected = holders.get(block_id, 0)
-            assert num_refs == expected, f"block {block_id}: {num_refs} refs, {expected} holders"
-            assert (block_id in free) == (num_refs == 0), f"block {block_id} is held and free"
-        registered = {
-            block_id
-            for held in self._blocks_by_digest.values()
-            for block_id in (held if isinstance(held, dict) else (held,))
-        }
-        cached = {b for b, digest in enumerate(self._digest_by_block) if digest is not None}
-        assert registered == cached, f"cached and findable differ: {registered ^ cached}"

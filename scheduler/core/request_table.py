@@ -4,6 +4,8 @@ The worker's input batch has the same rows. Everything that a step needs of ever
 a column, so that a step over hundreds of requests takes a few vector operations.
 """
 
+from collections.abc import Sequence
+
 import numpy as np
 from numpy.typing import NDArray
 
@@ -69,6 +71,11 @@ class RequestTable:
     def running_rows(self) -> IntpArray:
         """[num_running] rows in order of admission; a view, valid until the next change."""
         return self._order[: self.num_running]
+
+    @property
+    def free_rows(self) -> Sequence[int]:
+        """Rows without a request, the next one last."""
+        return self._free_rows
 
     def request(self, row: int) -> Request:
         """The request in a row; the row must be in use."""

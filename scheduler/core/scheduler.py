@@ -7,6 +7,7 @@ argument.
 
 import numpy as np
 
+from scheduler.core.audit import BookAudit, RowTables, audit, row_tables
 from scheduler.core.batch import BatchColumns, StepBatch
 from scheduler.core.explain import RequestExplanation
 from scheduler.core.long_prefills import long_prefill_budget
@@ -315,20 +316,13 @@ class SchedulerCore:
             )
         )
 
-    def check_invariants(self) -> None:
-        """Assert that reference counts are right and that every request is in one place."""
-        state = self.state
-        holders: dict[int, int] = {}
-        for row in state.table.running_rows.tolist():
-            for block_id in state.table.block_table[row, : state.table.num_blocks[row]].tolist():
-                holders[block_id] = holders.get(block_id, 0) + 1
-        state.kv.pool.check(holders)
-        running = {state.table.request(row).key for row in state.table.running_rows.tolist()}
-        waiting = {request.key for request in state.queues}
-        paused = set(state.queues.paused)
-        places = sorted((*running, *waiting, *paused))
-        assert places == sorted(state.requests), "a request is lost, or in two places"
-        assert paused == {k for k, r in state.requests.items() if r.is_paused}, "half paused"
+    def audit(self) -> BookAudit:
+        """Walk the book of KV blocks; see `scheduler.core.audit`."""
+        return audit(self.state)
+
+    def row_tables(self) -> RowTables:
+        """The block table of every running row, as the next result's step has them."""
+        return row_tables(self.state.table)
 
 
 def _taken(numbers: list[int]) -> Int32Array:

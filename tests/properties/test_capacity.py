@@ -7,6 +7,7 @@ from hypothesis import strategies as st
 from router.core.admission import Admit, Ask, Capacity, fits
 from scheduler.core.plan import NewRequest, RequestStatus, SchedulerConfig, StepPlan, StepResult
 from scheduler.core.scheduler import SchedulerCore
+from tests.scheduler.core.building import check_book
 
 TOKEN = 7
 
@@ -66,7 +67,7 @@ class Run:
             self.flights.append(self.core.schedule(0.0))
             if len(self.flights) == self.core.config.pipeline_depth:
                 self.answer(self.flights.pop(0))
-            self.core.check_invariants()
+            check_book(self.core)
 
     def answer(self, plan):
         num_rows = plan.num_reqs

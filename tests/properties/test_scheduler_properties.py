@@ -21,6 +21,7 @@ from scheduler.replay.recorder import Recorder
 from scheduler.replay.replay import first_difference
 from scheduler.replay.schema import decode_head, decode_step
 from scheduler.replay.trace import Record, assemble
+from tests.scheduler.core.building import check_book
 from tests.scheduler.core.plain import PlainRecorder
 
 EOS = 2
@@ -170,7 +171,7 @@ class SchedulerMachine(RuleBasedStateMachine):
     def every_block_has_one_owner(self) -> None:
         if hasattr(self, "cores"):
             for core in self.cores:
-                core.check_invariants()
+                check_book(core)
 
     @invariant()
     def both_cores_agree(self) -> None:
@@ -252,6 +253,7 @@ class SchedulerMachine(RuleBasedStateMachine):
     def _step(self, *, throttle: bool) -> None:
         self.now += 1.0
         plan, other = (c.schedule(self.now, throttle_prefills=throttle) for c in self.cores)
+        check_book(self.core)
         assert plan.facts == other.facts
         assert plan.appended_block_rows.tolist() == other.appended_block_rows.tolist()
         assert plan.freed_rows.tolist() == other.freed_rows.tolist()
@@ -302,6 +304,7 @@ class SchedulerMachine(RuleBasedStateMachine):
             draft_token_ids=self.random.integers(2, 9, int(proposed.sum()), dtype=np.int32),
         )
         output, other = (core.update(result, self.now) for core in self.cores)
+        check_book(self.core)
         assert output.finished == other.finished
         assert output.token_ids.tolist() == other.token_ids.tolist()
         assert output.keys.tolist() == other.keys.tolist()

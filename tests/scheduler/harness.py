@@ -24,6 +24,7 @@ from scheduler.pool import Pool
 from scheduler.rpc.gpuworker_client import GpuWorkerClient
 from scheduler.rpc.service import FULL_NAME, SchedulerService
 from scheduler.switchboard import Switchboard
+from tests.scheduler.core.building import check_book
 from tests.scheduler.fake_gpuworker import FakeGpuWorker
 
 # Only what hangs takes so long, however slow and busy the machine.
@@ -114,7 +115,7 @@ def _check_nothing_is_left(pool: Pool, switchboard: Switchboard) -> None:
     assert not switchboard.requests._by_id
     for worker in pool._workers:
         if (engine := worker.engine) is not None:
-            engine._core.check_invariants()
+            check_book(engine._core)
             assert not engine._core.has_unfinished
             assert not engine._requests
             assert not engine._inbox.is_hashing

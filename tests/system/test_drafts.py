@@ -16,6 +16,7 @@ from scheduler.core.scheduler import SchedulerCore
 from scheduler.rpc import wire as scheduler_wire
 from scheduler.worker import WorkerSpec
 from tests.gpuworker.tiny import LLAMA, make_runner, save_checkpoint
+from tests.scheduler.core.building import check_book
 
 NUM_REQUESTS = 12
 MAX_TOKENS = 48
@@ -86,7 +87,7 @@ def serve_all(runner: ModelRunner) -> tuple[dict[int, list[int]], int, int]:
         ):
             tokens[key] += output.token_ids[start : start + count].tolist()
         num_turns += plan.num_reqs
-    core.check_invariants()
+    check_book(core)
     assert core.num_free_blocks == runner.limits.num_kv_blocks - 1
     return tokens, num_turns, num_preemptions
 

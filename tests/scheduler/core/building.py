@@ -5,7 +5,15 @@ from typing import Any
 
 import numpy as np
 
-from scheduler.core.plan import NewRequest, SchedulerConfig, StepOutput, StepPlan, StepResult
+from scheduler.core.plan import (
+    FinishedRequest,
+    NewRequest,
+    RequestStatus,
+    SchedulerConfig,
+    StepOutput,
+    StepPlan,
+    StepResult,
+)
 from scheduler.core.scheduler import SchedulerCore
 
 
@@ -19,6 +27,37 @@ def scheduler_config(**fields: Any) -> SchedulerConfig:
         "max_num_seqs": 8,
     }
     return SchedulerConfig(**(defaults | fields))
+
+
+def check_book(core: SchedulerCore) -> None:
+    """Every KV block has one owner, and every request is in one place."""
+    assert not (faults := core.audit().faults), "\n".join(faults)
+
+
+class AuditedCore(SchedulerCore):
+    """Looks through its book of KV blocks after each call that moves blocks."""
+
+    def schedule(self, now: float, *, throttle_prefills: bool = False) -> StepPlan:
+        plan = super().schedule(now, throttle_prefills=throttle_prefills)
+        check_book(self)
+        return plan
+
+    def update(self, result: StepResult, now: float) -> StepOutput:
+        output = super().update(result, now)
+        check_book(self)
+        return output
+
+    def pause_request(self, key: int) -> bool:
+        was_running = super().pause_request(key)
+        check_book(self)
+        return was_running
+
+    def abort(
+        self, key: int, status: RequestStatus = RequestStatus.ABORTED
+    ) -> FinishedRequest | None:
+        ended = super().abort(key, status)
+        check_book(self)
+        return ended
 
 
 def new_request(key: int, num_prompt_tokens: int = 10, **fields: Any) -> NewRequest:

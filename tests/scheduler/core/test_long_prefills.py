@@ -10,7 +10,7 @@ from hypothesis import strategies as st
 
 from scheduler.core.plan import WaitReason
 from scheduler.core.scheduler import SchedulerCore
-from tests.scheduler.core.building import Driver, new_request, scheduler_config
+from tests.scheduler.core.building import Driver, check_book, new_request, scheduler_config
 
 MakeCore = Callable[..., SchedulerCore]
 BUDGET = 512
@@ -155,7 +155,7 @@ def test_a_held_prompt_can_be_aborted_paused_and_found(make_core: MakeCore) -> N
     assert core.num_waiting == 3
     core.abort(1)
     core.pause_request(2)
-    core.check_invariants()
+    check_book(core)
     core.continue_request(2)
     explanation = core.explain("r3")
     assert explanation is not None
@@ -223,4 +223,4 @@ def test_the_first_token_of_a_short_prompt_comes_within_the_bound(
     room = BUDGET - num_decoding - len(ahead)
     bound = math.ceil((sum(num_tokens_ahead) + num_tokens + 1) / (room * (1 - share)))
     assert steps_to_first_token(driver, 3000) <= bound
-    driver.core.check_invariants()
+    check_book(driver.core)

@@ -14,7 +14,7 @@ from scheduler.replay import recording
 from scheduler.replay.reader import read_traces
 from scheduler.replay.recording import Recording, path_for
 from scheduler.replay.replay import first_difference
-from tests.scheduler.core.building import Driver, new_request, scheduler_config
+from tests.scheduler.core.building import Driver, check_book, new_request, scheduler_config
 from tests.scheduler.fake_gpuworker import FakeGpuWorker, expected_tokens
 from tests.scheduler.harness import router_to, running_scheduler, until
 
@@ -164,7 +164,7 @@ async def test_a_full_disk_ends_the_recording_and_nothing_else(tmp_path, monkeyp
     driver.add(new_request(20, max_tokens=20))
     driver.steps(3)
     made.recorder.abort(20)
-    made.recorder.check_invariants()
+    check_book(made.recorder)
     await made.close()
     assert caplog.text.count("cannot record") == 1
 
