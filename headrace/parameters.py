@@ -70,8 +70,20 @@ class Parameter:
         return f"must be {low} and at most {self.high:g}"
 
 
-def _number(parameter: Parameter) -> Any:
+def _number(parameter: Parameter, **changes: Any) -> Any:
+    """The field of a parameter, which has `changes` over the given one."""
+    parameter = dataclasses.replace(parameter, **changes)
     return dataclasses.field(default=None, metadata={"parameter": parameter})
+
+
+# What several parameters have in common.
+_FACTOR = Parameter(
+    off=1.0, low=0.0, high=math.inf, column=Column.FLOAT32, stage=Stage.ADJUST, help=""
+)
+_PENALTY = dataclasses.replace(
+    _FACTOR, off=0.0, low=-2.0, high=2.0, counts_tokens=True, is_recommended=False
+)
+_SHARE = Parameter(off=1.0, low=0.0, high=1.0, column=Column.FLOAT64, stage=Stage.DRAW, help="")
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -82,81 +94,26 @@ class Numbers:
     """
 
     repetition_penalty: float | None = _number(
-        Parameter(
-            off=1.0,
-            low=0.0,
-            has_low=False,
-            high=math.inf,
-            column=Column.FLOAT32,
-            stage=Stage.ADJUST,
-            counts_tokens=True,
-            help="Above 1 makes repetitions less likely.",
-        )
+        _FACTOR, has_low=False, counts_tokens=True, help="Above 1 makes repetitions less likely."
     )
     presence_penalty: float | None = _number(
-        Parameter(
-            off=0.0,
-            low=-2.0,
-            high=2.0,
-            column=Column.FLOAT32,
-            stage=Stage.ADJUST,
-            counts_tokens=True,
-            is_recommended=False,
-            help="-2 to 2; subtracted once from tokens in the output.",
-        )
+        _PENALTY, help="-2 to 2; subtracted once from tokens in the output."
     )
-    frequency_penalty: float | None = _number(
-        Parameter(
-            off=0.0,
-            low=-2.0,
-            high=2.0,
-            column=Column.FLOAT32,
-            stage=Stage.ADJUST,
-            counts_tokens=True,
-            is_recommended=False,
-            help="-2 to 2; subtracted per occurrence.",
-        )
-    )
-    temperature: float | None = _number(
-        Parameter(
-            off=1.0,
-            low=0.0,
-            high=math.inf,
-            column=Column.FLOAT32,
-            stage=Stage.ADJUST,
-            help="Randomness; 0 is greedy.",
-        )
-    )
+    frequency_penalty: float | None = _number(_PENALTY, help="-2 to 2; subtracted per occurrence.")
+    temperature: float | None = _number(_FACTOR, help="Randomness; 0 is greedy.")
     top_k: int | None = _number(
-        Parameter(
-            off=0,
-            low=0,
-            high=2**32 - 1,
-            column=Column.INT32,
-            stage=Stage.DRAW,
-            help="Sample from this many likeliest tokens; 0: all.",
-        )
+        _SHARE,
+        off=0,
+        low=0,
+        high=2**32 - 1,
+        column=Column.INT32,
+        help="Sample from this many likeliest tokens; 0: all.",
     )
     top_p: float | None = _number(
-        Parameter(
-            off=1.0,
-            low=0.0,
-            has_low=False,
-            high=1.0,
-            column=Column.FLOAT64,
-            stage=Stage.DRAW,
-            help="Sample from the likeliest tokens up to this sum.",
-        )
+        _SHARE, has_low=False, help="Sample from the likeliest tokens up to this sum."
     )
     min_p: float | None = _number(
-        Parameter(
-            off=0.0,
-            low=0.0,
-            high=1.0,
-            column=Column.FLOAT64,
-            stage=Stage.DRAW,
-            help="Least probability of a token, relative to the likeliest.",
-        )
+        _SHARE, off=0.0, help="Least probability of a token, relative to the likeliest."
     )
 
     def number(self, name: str) -> float:

@@ -103,7 +103,7 @@ class Lane:
                 with self._watched(process, slot):
                     answer = await process.call(task_of(job, num_chars))
             except TextProcessError as error:
-                if slot.is_taken_away:
+                if slot.is_killed:
                     raise _too_many() from error
                 raise
             finally:
@@ -144,7 +144,7 @@ class Lane:
             if len(self._overtime) == _MAX_OVERTIME:
                 # The longest-running job is killed, because the newest overrun may be harmless.
                 longest, of_longest = next(iter(self._overtime.items()))
-                longest.is_taken_away = True
+                longest.is_killed = True
                 of_longest.stop()
                 del self._overtime[longest]
             slot.is_overtime = True
@@ -167,7 +167,7 @@ class _Slot:
         self._slots = slots
         self._is_held = True
         self.is_overtime = False
-        self.is_taken_away = False
+        self.is_killed = False
 
     def leave(self) -> None:
         if self._is_held:

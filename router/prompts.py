@@ -146,34 +146,30 @@ class PromptReader:
         """
         try:
             check(1)
-            return await self._read(
-                model, prompt, check, max_tokens, echo=echo, keep_special_tokens=keep_special_tokens
-            )
+            if isinstance(prompt, TokenPrompt):
+                token_ids = prompt.token_ids
+                check(len(token_ids))
+            else:
+                token_ids = await self._tokenized(model, prompt, check, max_tokens)
+            if not echo:
+                return token_ids, ""
+            if isinstance(prompt, TextPrompt):
+                return token_ids, prompt.text
+            data = token_ids.astype(np.int32).tobytes()
+            job = Spell(model=model, token_ids=data, keep_special_tokens=keep_special_tokens)
+            return token_ids, await self._do(job, len(token_ids), is_known=True)
         finally:
             if _num_chars(prompt) > _BIG_CHARS:
                 self._trimmer.soon()
 
-    async def _read(
+    async def _tokenized(
         self,
         model: str,
-        prompt: Prompt,
+        prompt: TextPrompt | ChatPrompt,
         check: Callable[[int], None],
         max_tokens: int,
-        *,
-        echo: bool,
-        keep_special_tokens: bool,
-    ) -> tuple[Int32Array, str]:
+    ) -> Int32Array:
         tokenizer = self._models[model].tokenizer
-
-        async def spell(token_ids: Int32Array) -> str:
-            data = token_ids.astype(np.int32).tobytes()
-            job = Spell(model=model, token_ids=data, keep_special_tokens=keep_special_tokens)
-            return str(await self._do(job, len(token_ids), is_known=True))
-
-        if isinstance(prompt, TokenPrompt):
-            check(len(prompt.token_ids))
-            return prompt.token_ids, await spell(prompt.token_ids) if echo else ""
-
         job: Encode | EncodeChat
         if isinstance(prompt, TextPrompt):
             text = prompt.text
@@ -192,9 +188,7 @@ class PromptReader:
         token_ids = np.frombuffer(data, np.int32)
         if not len(token_ids):
             raise invalid(prompt.field, "gives no tokens; send a prompt that is not empty")
-        if not echo:
-            return token_ids, ""
-        return token_ids, text if isinstance(prompt, TextPrompt) else await spell(token_ids)
+        return token_ids
 
     async def bad_words(self, model: str, words: Sequence[str]) -> list[list[list[int]]]:
         """The token sequences that spell each word; raises the same errors as `read`."""
@@ -225,7 +219,10 @@ class PromptReader:
         raise internal("TOKENIZER_FAILED", "the model's tokenizer failed; see the router's log")
 
     async def _answer(self, job: Job, num_chars: int, *, is_known: bool) -> Answer:
-        """The answer of this process or of a child, in which a template is the caller's affair."""
+        """The job's answer, from this process or a child.
+
+        A template that exceeds the limits is the caller's error, a tokenizer that does is ours.
+        """
         if is_known and num_chars <= _MAX_INLINE_CHARS:
             return perform(job, self._models)
         try:

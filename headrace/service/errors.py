@@ -8,6 +8,7 @@ caller gets the same `ServiceError` back from `from_rpc_error`.
 import asyncio
 import logging
 from collections.abc import Awaitable, Callable
+from functools import partial
 from typing import Any, NoReturn
 
 import grpc
@@ -16,7 +17,7 @@ from google.protobuf.duration_pb2 import Duration
 from google.protobuf.message import DecodeError
 from google.rpc import error_details_pb2, status_pb2
 
-from headrace.service.handlers import CallOverError, surround
+from headrace.service.handlers import CallOverError, HandlerInterceptor, surround
 
 logger = logging.getLogger(__name__)
 
@@ -75,12 +76,14 @@ def invalid(field: str, message: str) -> ServiceError:
     )
 
 
-def not_found(reason: str, message: str) -> ServiceError:
-    return ServiceError(grpc.StatusCode.NOT_FOUND, reason, message)
-
-
-def already_exists(reason: str, message: str) -> ServiceError:
-    return ServiceError(grpc.StatusCode.ALREADY_EXISTS, reason, message)
+# Called with reason and message.
+not_found = partial(ServiceError, grpc.StatusCode.NOT_FOUND)
+already_exists = partial(ServiceError, grpc.StatusCode.ALREADY_EXISTS)
+deadline_exceeded = partial(ServiceError, grpc.StatusCode.DEADLINE_EXCEEDED)
+unimplemented = partial(ServiceError, grpc.StatusCode.UNIMPLEMENTED)
+unauthenticated = partial(ServiceError, grpc.StatusCode.UNAUTHENTICATED)
+aborted = partial(ServiceError, grpc.StatusCode.ABORTED)
+internal = partial(ServiceError, grpc.StatusCode.INTERNAL)
 
 
 def unavailable(reason: str, message: str, retry_after_s: float | None = None) -> ServiceError:
@@ -91,27 +94,6 @@ def exhausted(reason: str, message: str, retry_after_s: float | None = None) -> 
     return ServiceError(
         grpc.StatusCode.RESOURCE_EXHAUSTED, reason, message, retry_after_s=retry_after_s
     )
-
-
-def deadline_exceeded(reason: str, message: str) -> ServiceError:
-    return ServiceError(grpc.StatusCode.DEADLINE_EXCEEDED, reason, message)
-
-
-def unimplemented(reason: str, message: str) -> ServiceError:
-    return ServiceError(grpc.StatusCode.UNIMPLEMENTED, reason, message)
-
-
-def unauthenticated(reason: str, message: str) -> ServiceError:
-    return ServiceError(grpc.StatusCode.UNAUTHENTICATED, reason, message)
-
-
-def aborted(reason: str, message: str) -> ServiceError:
-    """The request was ended by an Abort call."""
-    return ServiceError(grpc.StatusCode.ABORTED, reason, message)
-
-
-def internal(reason: str, message: str) -> ServiceError:
-    return ServiceError(grpc.StatusCode.INTERNAL, reason, message)
 
 
 def to_status(error: ServiceError) -> status_pb2.Status:
@@ -180,27 +162,11 @@ def _as_service_error(error: BaseException, method: str) -> ServiceError:
     return internal("INTERNAL", f"{method} failed: {type(error).__name__}; see the service's log")
 
 
-class ErrorInterceptor(grpc.aio.ServerInterceptor):
+class ErrorInterceptor(HandlerInterceptor):
     """Maps what handlers raise to status codes. Handlers are `make_handler`'s."""
 
-    def __init__(self) -> None:
-        # By method: the registered handler and its wrapper.
-        self._made: dict[str, tuple[Any, Any]] = {}
-
-    async def intercept_service(
-        self,
-        continuation: Callable[[grpc.HandlerCallDetails], Awaitable[Any]],
-        handler_call_details: grpc.HandlerCallDetails,
-    ) -> Any:
-        handler = await continuation(handler_call_details)
-        if handler is None:
-            return None
-        method = handler_call_details.method
-        seen, made = self._made.get(method, (None, None))
-        if seen is not handler:
-            made = map_errors(handler, method.rpartition("/")[2])
-            self._made[method] = handler, made
-        return made
+    def wrap(self, handler: Any, method: str) -> Any:
+        return map_errors(handler, method.rpartition("/")[2])
 
 
 def map_errors(handler: Any, method: str) -> Any:

@@ -88,6 +88,33 @@ def surround(handler: Any, around: Around) -> Any:
     )
 
 
+class HandlerInterceptor(grpc.aio.ServerInterceptor):
+    """Replaces each registered handler by a wrapper, which is made at the method's first call."""
+
+    def __init__(self) -> None:
+        # By method: the registered handler and its wrapper.
+        self._made: dict[str, tuple[Any, Any]] = {}
+
+    def wrap(self, handler: Any, method: str) -> Any:
+        """The handler to serve `method` with, e.g. "/headrace.v1.Inference/Generate"."""
+        raise NotImplementedError
+
+    async def intercept_service(
+        self,
+        continuation: Callable[[grpc.HandlerCallDetails], Awaitable[Any]],
+        handler_call_details: grpc.HandlerCallDetails,
+    ) -> Any:
+        handler = await continuation(handler_call_details)
+        if handler is None:
+            return None
+        method = handler_call_details.method
+        seen, made = self._made.get(method, (None, None))
+        if seen is not handler:
+            made = self.wrap(handler, method)
+            self._made[method] = handler, made
+        return made
+
+
 async def write(context: Any, message: Any) -> None:
     """Sends one message of a stream.
 

@@ -11,13 +11,12 @@ from contextvars import ContextVar
 from typing import Any, cast
 
 import grpc
-import grpc.aio
 from google.protobuf.message import DecodeError, Message
 
 from headrace.service.auth import is_health
 from headrace.service.call_limit import CallLimit
 from headrace.service.errors import ServiceError, exhausted, malformed
-from headrace.service.handlers import over_bytes, read, surround
+from headrace.service.handlers import HandlerInterceptor, over_bytes, read, surround
 from headrace.service.message_size import MAX_FIELDS, too_many_fields
 
 # Requests that are being received; each further one ends one that takes longer than this.
@@ -34,33 +33,17 @@ _MAX_HEALTH_READS = 64
 _held: ContextVar["_Held | None"] = ContextVar("headrace_request", default=None)
 
 
-class RequestInterceptor(grpc.aio.ServerInterceptor):
+class RequestInterceptor(HandlerInterceptor):
     """Decodes requests for the registered handlers. The innermost interceptor."""
 
     def __init__(self) -> None:
+        super().__init__()
         self._large = LargeRequests(_MAX_LARGE_BYTES, _MAX_WAITING_BYTES)
         self._decoding = asyncio.Lock()
         self._reads = CallLimit(_MAX_READS, _READ_S)
         self._health_reads = CallLimit(_MAX_HEALTH_READS)
-        # By method: the registered handler and its wrapper.
-        self._made: dict[str, tuple[Any, Any]] = {}
 
-    async def intercept_service(
-        self,
-        continuation: Callable[[grpc.HandlerCallDetails], Awaitable[Any]],
-        handler_call_details: grpc.HandlerCallDetails,
-    ) -> Any:
-        handler = await continuation(handler_call_details)
-        if handler is None:
-            return None
-        method = handler_call_details.method
-        seen, made = self._made.get(method, (None, None))
-        if seen is not handler:
-            made = self._over_bytes(handler, method)
-            self._made[method] = handler, made
-        return made
-
-    def _over_bytes(self, handler: Any, method: str) -> Any:
+    def wrap(self, handler: Any, method: str) -> Any:
         # FromString is a class method of the message.
         message = handler.request_deserializer.__self__
         # Streams of requests come from other services of Headrace, except reflection's.

@@ -179,6 +179,9 @@ class ChatTemplate:
             _KNOWN_TEMPLATES
         )
 
+    def __reduce__(self) -> Any:
+        return ChatTemplate, (self.source, self.special_tokens)
+
     @functools.cached_property
     def _environment(self) -> _Environment:
         return _Environment()

@@ -6,27 +6,26 @@ socket, one at a time, within the CPU time and memory allowed for each job. The 
 that exceeds its limits, whatever code runs in the child.
 
 `fork_server` forks the calling process into a fork server. `python -m router.text.child` is a fork
-server that receives the models as its first message, for a router that already has threads.
+server that receives the pickled models first, for a router that already has threads.
 """
 
 import contextlib
 import os
+import pickle
 import resource
 import signal
 import socket
 import struct
 import sys
 from collections.abc import Iterator, Mapping
-from typing import Any
+from typing import Any, BinaryIO
 
 import msgspec
-from tokenizers import Tokenizer
 
 from headrace.service.process import die_with_parent
-from router.text.chat import ChatTemplate
 from router.text.errors import ChatTemplateError
 from router.text.jobs import Job, perform
-from router.text.tokenizer import ModelText, TextTokenizer
+from router.text.tokenizer import ModelText
 
 _LENGTH = struct.Struct("<I")
 _COMPILE_CPU_S = 10.0
@@ -38,14 +37,6 @@ class Task(msgspec.Struct, frozen=True):
     job: Job
     cpu_s: float
     memory_bytes: int
-
-
-class ModelParts(msgspec.Struct, frozen=True):
-    """A model's text side as a message; tokenizer is tokenizer.json."""
-
-    tokenizer: str
-    chat_template: str | None
-    special_tokens: Mapping[str, str]
 
 
 def serve_forks(control: socket.socket, models: Mapping[str, ModelText]) -> None:
@@ -122,11 +113,12 @@ def _run_child(jobs: socket.socket, models: Mapping[str, ModelText]) -> None:
         os.environ["RUST_BACKTRACE"] = "0"  # a panicking tokenizer would fill the log
         _send(jobs, os.getpid())
         decoder = msgspec.msgpack.Decoder(Task)
-        while data := _receive(jobs):
-            task = decoder.decode(data)
-            with _limited(task):
-                answer = perform(task.job, models)
-            _send(jobs, answer)
+        with jobs.makefile("rb") as stream:
+            while data := _receive(stream):
+                task = decoder.decode(data)
+                with _limited(task):
+                    answer = perform(task.job, models)
+                _send(jobs, answer)
 
 
 @contextlib.contextmanager
@@ -182,36 +174,21 @@ def _send(stream: socket.socket, message: Any) -> None:
     stream.sendall(data)
 
 
-def _receive(stream: socket.socket) -> bytes:
+def _receive(stream: BinaryIO) -> bytes:
     """Receives the next message; empty when the router is gone."""
-    header = _read(stream, _LENGTH.size)
-    return _read(stream, *_LENGTH.unpack(header)) if header else b""
-
-
-def _read(stream: socket.socket, num_bytes: int) -> bytes:
-    """Receives exactly that many bytes, or none when the router is gone."""
-    data = bytearray(num_bytes)
-    rest = memoryview(data)
-    while rest:
-        if not (num_read := stream.recv_into(rest)):
-            return b""
-        rest = rest[num_read:]
-    return bytes(data)
+    header = stream.read(_LENGTH.size)
+    num_bytes = _LENGTH.unpack(header)[0] if len(header) == _LENGTH.size else 0
+    data = stream.read(num_bytes)
+    return data if len(data) == num_bytes else b""
 
 
 def main() -> None:
-    """Run a fork server on the given socket number; the first message holds the models."""
-    with socket.socket(fileno=int(sys.argv[1])) as control:
-        with socket.socket(fileno=int(sys.argv[2])) as stream:
-            parts = msgspec.msgpack.decode(_receive(stream), type=dict[str, ModelParts])
-        models = {name: _model_of(part) for name, part in parts.items()}
-        serve_forks(control, models)
-
-
-def _model_of(parts: ModelParts) -> ModelText:
-    source = parts.chat_template
-    template = None if source is None else ChatTemplate(source, parts.special_tokens)
-    return ModelText(TextTokenizer(Tokenizer.from_str(parts.tokenizer)), template)
+    """Run a fork server on a control socket; the models come first, from another socket."""
+    control, models = (socket.socket(fileno=int(number)) for number in sys.argv[1:])
+    with control:
+        with models, models.makefile("rb") as stream:
+            model_by_name = pickle.load(stream)  # noqa: S301 the router sent it
+        serve_forks(control, model_by_name)
 
 
 if __name__ == "__main__":

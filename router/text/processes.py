@@ -9,6 +9,7 @@ import asyncio
 import contextlib
 import logging
 import os
+import pickle
 import signal
 import socket
 import struct
@@ -19,7 +20,7 @@ from collections.abc import Mapping
 import msgspec
 
 from headrace.service.children import tied_to_us
-from router.text.child import ModelParts, Task, fork_server
+from router.text.child import Task, fork_server
 from router.text.errors import TextProcessError
 from router.text.jobs import Answer
 from router.text.tokenizer import ModelText
@@ -172,13 +173,12 @@ class TextProcesses:
     async def _fork_server(self) -> socket.socket:
         async with self._starting:
             if self._control is None:
-                parts = {name: _parts(model) for name, model in self._models.items()}
-                self._pid, self._control = await _start_program(msgspec.msgpack.encode(parts))
+                self._pid, self._control = await _start_program(pickle.dumps(self._models))
             return self._control
 
 
-async def _start_program(parts: bytes) -> tuple[int, socket.socket]:
-    """Start a fork server as a separate program and send the models as a message."""
+async def _start_program(models: bytes) -> tuple[int, socket.socket]:
+    """Start a fork server as a separate program and send the pickled models."""
     control, theirs = socket.socketpair(socket.AF_UNIX, socket.SOCK_SEQPACKET)
     stream, their_stream = socket.socketpair()
     numbers = [theirs.fileno(), their_stream.fileno()]
@@ -194,7 +194,7 @@ async def _start_program(parts: bytes) -> tuple[int, socket.socket]:
     with stream:
         stream.setblocking(False)
         try:
-            await _send(stream, parts)
+            await asyncio.get_running_loop().sock_sendall(stream, models)
         except OSError:
             logger.exception("the fork server for text processes does not start")
     return pid, control
@@ -207,7 +207,7 @@ async def _send(stream: socket.socket, data: bytes) -> None:
 
 
 async def _receive(stream: socket.socket) -> bytearray:
-    """Receives the next message; EOFError when the other side is gone."""
+    """Receives the next message; EOFError when the child is gone."""
     return await _read(stream, *_LENGTH.unpack(await _read(stream, _LENGTH.size)))
 
 
@@ -220,12 +220,3 @@ async def _read(stream: socket.socket, num_bytes: int) -> bytearray:
             raise EOFError
         rest = rest[num_read:]
     return data
-
-
-def _parts(model: ModelText) -> ModelParts:
-    template = model.chat_template
-    return ModelParts(
-        tokenizer=model.tokenizer.to_json(),
-        chat_template=None if template is None else template.source,
-        special_tokens={} if template is None else template.special_tokens,
-    )

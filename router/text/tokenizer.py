@@ -77,9 +77,9 @@ class TextTokenizer:
         """The special tokens, and how chat prompts are tokenized."""
         return ControlTokens(self._tokenizer)
 
-    def to_json(self) -> str:
-        """The tokenizer in tokenizer.json's format; takes a second for a large vocabulary."""
-        return self._tokenizer.to_str()
+    def __reduce__(self) -> Any:
+        """Pickled as tokenizer.json, which takes a second for a large vocabulary."""
+        return TextTokenizer, (self._tokenizer,)
 
     def encode(self, text: str, *, add_special_tokens: bool) -> Int32Array:
         """[num_tokens] ids. Names of special tokens in the text become those tokens."""

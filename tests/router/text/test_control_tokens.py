@@ -181,7 +181,7 @@ def test_any_text_has_the_tokens_of_the_whole_text(contents, data):
 def test_real_prompts_have_the_tokens_that_transformers_gives(model_path, tmp_path):
     transformers = pytest.importorskip("transformers")
     model = load_model_text(model_path)
-    (tmp_path / "tokenizer.json").write_text(model.tokenizer.to_json())
+    (tmp_path / "tokenizer.json").write_text(model.tokenizer._tokenizer.to_str())
     referee = transformers.PreTrainedTokenizerFast(tokenizer_file=str(tmp_path / "tokenizer.json"))
     referee.chat_template = model.chat_template.source
     messages = [
