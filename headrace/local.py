@@ -1,48 +1,37 @@
 """Headrace on one machine: router, scheduler and gpuworkers as child processes.
 
 Starts them in the order in which they find each other, waits until a model answers, and stops
-them in reverse. When this process ends in whatever way, so do they.
+them in reverse. From then on a service that dies is started again. When this process ends in
+whatever way, so do they.
 """
 
 import asyncio
 import contextlib
 import os
-import signal
 import sys
-from collections import deque
-from collections.abc import AsyncIterator, Awaitable, Callable, Mapping, Sequence
+from collections.abc import AsyncIterator, Awaitable, Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import TypeVar
+from typing import Any, TypeVar
+
+import grpc.aio
+from grpc_health.v1 import health_pb2, health_pb2_grpc
 
 from headrace.client import ChannelConfig, HeadraceClient, ServiceError
 from headrace.service import progress
-from headrace.service.children import tied_to_us
+from headrace.service.channels import open_channel
 from headrace.service.private_dir import private_dir
 from headrace.status.embedded import EmbeddedStore, EmbeddedStoreError
+from headrace.supervisor import Child, LocalError, Program, Restarts, Tell, keep_running
+
+__all__ = ["LocalConfig", "LocalError", "LocalPool", "Restarts", "local_pool"]
 
 T = TypeVar("T")
-Tell = Callable[[str], None]
 
 _POLL_S = 0.1
-_NUM_LAST_LINES = 15
-_MAX_LINE_BYTES = 1 << 20
-_LAST_WORDS_S = 1.0
+_CHECK_TIMEOUT_S = 1.0
 # Beyond a service's drain: to close its streams, flush its store and export its traces.
 _STOP_SLACK_S = 8.0
-
-
-class LocalError(RuntimeError):
-    """A service did not start or ended by itself; the message has the last lines of its log.
-
-    summary is the message without these lines, for callers that have shown the log already.
-    """
-
-    def __init__(self, summary: str, last_lines: Sequence[str] = ()) -> None:
-        words = "".join(f"\n  {line}" for line in last_lines)
-        super().__init__(f"{summary}; its last lines:{words}" if words else summary)
-        self.summary = summary
-        self.last_lines = tuple(last_lines)
 
 
 def _programs() -> dict[str, tuple[str, ...]]:
@@ -68,6 +57,7 @@ class LocalConfig:
     store_url: str | None = None
     data_dir: Path | None = None
     drain_timeout_s: float = 5.0
+    restarts: Restarts = field(default_factory=Restarts)
     channel: ChannelConfig | None = field(default_factory=ChannelConfig)
     shared_flags: Sequence[str] = ()
     worker_flags: Sequence[str] = ()
@@ -76,92 +66,20 @@ class LocalConfig:
     programs: Mapping[str, Sequence[str]] = field(default_factory=_programs)
 
 
-class Child:
-    """One service process. Its log goes to `log`, what it reports of its progress to `tell`."""
-
-    def __init__(self, name: str, tell: Tell, log: Tell) -> None:
-        self.name = name
-        self._tell = tell
-        self._log = log
-        self._last_lines: deque[str] = deque(maxlen=_NUM_LAST_LINES)
-        self._process: asyncio.subprocess.Process | None = None
-        self._reading: asyncio.Task[None] | None = None
-
-    async def start(self, command: Sequence[str], environment: Mapping[str, str]) -> None:
-        """Starts the process."""
-        self._process = await asyncio.create_subprocess_exec(
-            *tied_to_us(command),
-            stdin=asyncio.subprocess.DEVNULL,
-            stdout=asyncio.subprocess.PIPE,
-            stderr=asyncio.subprocess.STDOUT,
-            env=dict(environment),
-            # Ctrl-C goes to this process alone, which stops callers before callees.
-            start_new_session=True,
-            limit=_MAX_LINE_BYTES,
-        )
-        self._reading = asyncio.create_task(self._read(self._process))
-
-    async def _read(self, process: asyncio.subprocess.Process) -> None:
-        assert process.stdout is not None, "it is a pipe"
-        while True:
-            try:
-                line = await process.stdout.readline()
-            except ValueError:  # longer than _MAX_LINE_BYTES; the line is dropped
-                continue
-            if not line:
-                return
-            text = line.decode("utf-8", errors="replace").rstrip()
-            if (what := progress.said(text)) is not None:
-                self._tell(what)
-                continue
-            self._last_lines.append(text)
-            self._log(f"[{self.name}] {text}")
-
-    async def ended(self) -> LocalError:
-        """Waits until the process ends; how it ended."""
-        assert self._process is not None, "started"
-        code = await self._process.wait()
-        await self._read_out()
-        how = f"was killed by {signal.Signals(-code).name}" if code < 0 else f"ended ({code})"
-        return LocalError(f"{self.name} {how}", self._last_lines)
-
-    async def stop(self, timeout_s: float) -> None:
-        """Sends SIGTERM and waits; kills the process when that takes too long."""
-        process = self._process
-        if process is None:
-            return
-        with contextlib.suppress(ProcessLookupError):
-            process.terminate()
-        try:
-            async with asyncio.timeout(timeout_s):
-                await process.wait()
-        except TimeoutError:
-            self._log(f"[{self.name}] does not stop, killing it")
-            with contextlib.suppress(ProcessLookupError):
-                process.kill()
-            await process.wait()
-        finally:
-            # Also when cancelled while waiting: no process may be left.
-            if process.returncode is None:
-                process.kill()
-        await self._read_out()
-
-    async def _read_out(self) -> None:
-        """Waits for the last lines, but not for a grandchild that holds the pipe open."""
-        if self._reading is not None:
-            await asyncio.wait({self._reading}, timeout=_LAST_WORDS_S)
-
-
 class LocalPool:
     """The running services. `address` is the router's; `children` are in order of start."""
 
-    def __init__(self, address: str, children: Sequence[Child]) -> None:
+    def __init__(
+        self, address: str, children: Sequence[Child], keeping: Sequence[asyncio.Task[LocalError]]
+    ) -> None:
         self.address = address
         self.children = children
+        self._keeping = keeping
 
     async def wait_failed(self) -> LocalError:
-        """Returns when a service ends by itself, with the reason."""
-        return await _first_end(self.children)
+        """Returns when a service is not started again, because it keeps dying, with the reason."""
+        done, _ = await asyncio.wait(self._keeping, return_when=asyncio.FIRST_COMPLETED)
+        return done.pop().result()
 
 
 @contextlib.asynccontextmanager
@@ -170,10 +88,12 @@ async def local_pool(
 ) -> AsyncIterator[LocalPool]:
     """Starts everything, yields when a model answers, stops everything.
 
+    From when it yields to when it stops, a service that dies is started again.
+
     Args:
         config: what to run.
         tell: called with what is being waited for.
-        log: called with each log line of each service.
+        log: called with each log line of each service, and when one dies and is back.
 
     Raises:
         LocalError: a service does not start.
@@ -181,7 +101,7 @@ async def local_pool(
     async with contextlib.AsyncExitStack() as stack:
         start = _Start(config, stack.enter_context(private_dir()), stack, tell, log)
         address = await start.everything()
-        yield LocalPool(address, start.children)
+        yield LocalPool(address, start.children, start.keep_running())
 
 
 class _Start:
@@ -201,6 +121,7 @@ class _Start:
         self._tell = tell
         self._log = log
         self.children: list[Child] = []
+        self._is_started = False
 
     async def everything(self) -> str:
         """The router's address, once a model answers."""
@@ -218,25 +139,43 @@ class _Start:
             )
             for i in range(config.num_workers)
         ]
-        addresses = [await self._address(name) for name in workers]
+        addresses = [await self._address(child) for child in workers]
         to_workers = [flag for address in addresses for flag in ("--worker", address)]
-        await self._service(
+        scheduler = await self._service(
             "scheduler",
             "scheduler",
             ["--scheduler-id", "scheduler-0", *to_workers, *config.scheduler_flags],
             store_environment,
         )
-        scheduler = await self._address("scheduler")
-        await self._service(
+        to_scheduler = ("--scheduler", await self._address(scheduler))
+        router = await self._service(
             "router",
             "router",
-            ["--router-id", "router-0", "--scheduler", scheduler, *model, *config.router_flags],
+            ["--router-id", "router-0", *to_scheduler, *model, *config.router_flags],
             store_environment,
             listen=config.listen,
         )
-        address = await self._address("router")
+        address = await self._address(router)
         await self._unless_one_ends(self._until_ready(address))
         return address
+
+    def keep_running(self) -> Sequence[asyncio.Task[LocalError]]:
+        """One task for each child that starts the child again when it dies."""
+        self._is_started = True
+        keeping = [
+            asyncio.create_task(
+                keep_running(child, self._config.restarts, self._log, self._until_serving)
+            )
+            for child in self.children
+        ]
+
+        async def end() -> None:
+            for task in keeping:
+                task.cancel()
+            await asyncio.gather(*keeping, return_exceptions=True)
+
+        self._stack.push_async_callback(end)
+        return keeping
 
     async def _store(self) -> dict[str, str]:
         """Starts a store if one is wanted; the environment that tells services its URL.
@@ -261,19 +200,15 @@ class _Start:
         environment: Mapping[str, str] | None = None,
         *,
         listen: str = "",
-    ) -> str:
+    ) -> Child:
         """Starts one service, to be stopped before the services that were started earlier.
 
         Without `listen` the service listens on a socket in the private folder, which only
         processes of this user can reach.
         """
         config = self._config
-        listen = listen or f"unix:{self._folder / name}.sock"
-        child = Child(name, self._tell, self._log)
-        self._stack.push_async_callback(child.stop, config.drain_timeout_s + _STOP_SLACK_S)
         command = [
             *config.programs[program],
-            *("--listen", listen, "--address-file", str(self._folder / name)),
             *("--drain-timeout-s", str(config.drain_timeout_s)),
             *config.shared_flags,
             *flags,
@@ -282,20 +217,45 @@ class _Start:
         beside = str(Path(__file__).parents[1])
         path = os.pathsep.join(filter(None, [os.environ.get("PYTHONPATH"), beside]))
         ours = {"PYTHONPATH": path, progress.VARIABLE: "1"}
-        await child.start(command, os.environ | ours | dict(environment or {}))
+        child = Child(
+            Program(
+                name=name,
+                command=command,
+                environment=os.environ | ours | dict(environment or {}),
+                listen=listen or f"unix:{self._folder / name}.sock",
+                address_file=self._folder / name,
+            ),
+            self._progress,
+            self._log,
+        )
+        self._stack.push_async_callback(child.stop, config.drain_timeout_s + _STOP_SLACK_S)
+        await child.start()
         self.children.append(child)
-        return name
+        return child
 
-    async def _address(self, name: str) -> str:
+    def _progress(self, what: str) -> None:
+        """Progress of the first start; of a restart, the end and the return are said."""
+        if not self._is_started:
+            self._tell(what)
+
+    async def _address(self, child: Child) -> str:
         """The address of a service, once it listens."""
-        file = self._folder / name
+        return await self._unless_one_ends(child.address())
 
-        async def written() -> str:
-            while not file.exists():  # noqa: ASYNC110 another process makes it
+    async def _until_serving(self, child: Child) -> None:
+        """Waits until a service that was started again does its work."""
+        address, config = await child.address(), self._config.channel
+        if config is None and not address.startswith("unix:"):
+            return
+        request = health_pb2.HealthCheckRequest()
+        async with open_channel(address, config) as channel:
+            health: Any = health_pb2_grpc.HealthStub(channel)
+            while True:
+                with contextlib.suppress(grpc.aio.AioRpcError):
+                    answer = await health.Check(request, timeout=_CHECK_TIMEOUT_S)
+                    if answer.status == health_pb2.HealthCheckResponse.SERVING:
+                        return
                 await asyncio.sleep(_POLL_S)
-            return file.read_text(encoding="utf-8")
-
-        return await self._unless_one_ends(written())
 
     async def _until_ready(self, address: str) -> None:
         """Waits until all workers answer for the model."""

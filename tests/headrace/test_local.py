@@ -12,9 +12,9 @@ import pytest
 
 from headrace import local
 from headrace.client import HeadraceClient
-from headrace.local import LocalConfig, LocalError, local_pool
+from headrace.local import LocalConfig, LocalError, Restarts, local_pool
 from headrace.service.private_dir import private_dir
-from tests.headrace.waiting import eventually
+from tests.headrace.waiting import eventually, until
 
 pytestmark = pytest.mark.system
 
@@ -41,10 +41,6 @@ def nothing_is_left():
     yield
     left = set(psutil.Process().children(recursive=True)) - before
     assert not left
-
-
-def pids(lines):
-    return [int(n) for line in lines for n in re.findall(r"\] pid (\d+)", line)]
 
 
 async def test_services_find_each_other_and_the_model_answers(lines):
@@ -99,11 +95,56 @@ async def test_a_service_that_does_not_start_says_why_and_the_others_go(monkeypa
             pytest.fail("started")
 
 
-async def test_a_service_that_dies_later_is_reported(lines):
-    async with local_pool(config(store_url=""), log=lines.append) as pool:
-        os.kill(pids(lines)[0], signal.SIGKILL)
-        error = await asyncio.wait_for(pool.wait_failed(), 10)
-    assert "gpuworker was killed by SIGKILL" in str(error)
+def pid_of(lines, name):
+    """The process id that a service said last."""
+    return [int(n) for line in lines for n in re.findall(rf"\[{name}\] pid (\d+)", line)][-1]
+
+
+@pytest.mark.parametrize("name", NAMES)
+async def test_a_service_that_is_killed_is_started_again_at_its_address(lines, name):
+    async with (
+        local_pool(config(store_url=""), log=lines.append) as pool,
+        HeadraceClient(pool.address) as client,
+    ):
+        ids = {child.name: child.process.pid for child in pool.children}
+        first = pid_of(lines, name)
+        os.kill(first, signal.SIGKILL)
+        await until(lambda: any(line.startswith(f"{name} is back after") for line in lines))
+        assert f"{name} was killed by SIGKILL; starting it again" in lines
+        assert pid_of(lines, name) != first
+        now = {child.name: child.process.pid for child in pool.children}
+        assert {other for other in NAMES if now[other] != ids[other]} == {name}
+        assert (await client.complete("hi")).text == "hi", "the router's port is what it was"
+
+
+async def test_a_service_that_ends_by_itself_is_started_again_too(lines):
+    async with local_pool(config(store_url=""), log=lines.append):
+        os.kill(pid_of(lines, "scheduler"), signal.SIGTERM)
+        await until(lambda: any(line.startswith("scheduler is back after") for line in lines))
+    assert "scheduler ended (0); starting it again" in lines
+
+
+async def test_a_service_that_keeps_dying_is_given_up_with_the_reason(lines):
+    restarts = Restarts(max_num_deaths=3, well_after_s=1e6)
+    async with local_pool(config(store_url="", restarts=restarts), log=lines.append) as pool:
+        failed = asyncio.create_task(pool.wait_failed())
+        for number in range(1, 4):
+            await until(lambda n=number: len(re.findall(r"\[gpuworker\] pid", str(lines))) == n)
+            os.kill(pid_of(lines, "gpuworker"), signal.SIGKILL)
+        error = await failed
+    assert error.summary == (
+        "gpuworker was killed by SIGKILL; started 3 times, it always ended within 1e+06 s"
+    )
+    assert lines.count("gpuworker was killed by SIGKILL; starting it again") == 2
+
+
+async def test_a_service_that_was_well_in_between_is_not_given_up(lines):
+    restarts = Restarts(max_num_deaths=2, well_after_s=0)
+    async with local_pool(config(store_url="", restarts=restarts), log=lines.append):
+        for number in range(1, 4):
+            await until(lambda n=number: len(re.findall(r"\[gpuworker\] pid", str(lines))) == n)
+            os.kill(pid_of(lines, "gpuworker"), signal.SIGKILL)
+        await until(lambda: len(re.findall(r"\[gpuworker\] pid", str(lines))) == 4)
 
 
 async def test_a_service_that_ignores_sigterm_is_killed(monkeypatch, lines):

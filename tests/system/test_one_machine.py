@@ -1,11 +1,13 @@
 """All services, the real model and the real store, used by the command as a user does."""
 
+import io
 import json
 import os
 import re
 import signal
 import subprocess
 import sys
+import threading
 import time
 from pathlib import Path
 
@@ -47,8 +49,8 @@ def receiver():
 
 
 @pytest.fixture(scope="module")
-def server(model_path, receiver):
-    """Address of a whole Headrace on a small KV pool; afterwards, nothing of it is left."""
+def serving(model_path, receiver):
+    """Process and address of a Headrace with a small KV pool; afterwards, nothing of it is left."""
     process = start(
         *("serve", "--port", "0", "--num-kv-blocks", "64", "--max-model-len", "512"),
         *("--otlp-endpoint", receiver.endpoint),
@@ -59,13 +61,26 @@ def server(model_path, receiver):
         line = process.stdout.readline()
         assert line, process.stderr.read()
         said += line
+    # A full pipe would stop the process.
+    log = io.StringIO()
+    reading = threading.Thread(target=lambda: log.writelines(process.stderr))
+    reading.start()
+    yield process, re.search(r"Serving \S+ at (\S+)", said)[1]
     children = psutil.Process(process.pid).children(recursive=True)
-    yield re.search(r"Serving \S+ at (\S+)", said)[1]
     process.terminate()
-    _, errors = process.communicate(timeout=60)
+    process.wait(timeout=60)
+    reading.join()
+    process.stdout.close()
+    process.stderr.close()
+    errors = log.getvalue()
     assert process.returncode == 0, errors
     assert "Traceback" not in errors
     assert not [child for child in children if child.is_running()]
+
+
+@pytest.fixture(scope="module")
+def server(serving):
+    return serving[1]
 
 
 def test_a_prompt_is_completed(server):
@@ -123,6 +138,27 @@ def test_a_client_that_leaves_frees_its_blocks(server, number):
         return worker["num_running"] == pool["num_in_flight"] == 0 and is_free
 
     until(load)
+
+
+def service(serving, name):
+    """The process of a service, once it is a new one after an earlier kill."""
+    children = psutil.Process(serving[0].pid).children()
+    return next(c for c in children if any(Path(word).name == name for word in c.cmdline()))
+
+
+@pytest.mark.parametrize("name", ["gpuworker", "scheduler", "valkey-server"])
+def test_an_answer_goes_on_when_a_service_is_killed_in_its_middle(serving, name):
+    prompt = ("generate", "Once upon a time", "--temperature", "0", "--max-tokens", "60")
+    undisturbed = headrace(*prompt, server=serving[1])
+    assert undisturbed.returncode == 0, undisturbed.stderr
+    process = start(*prompt, "--server", serving[1])
+    begun = process.stdout.read(20)
+    killed = service(serving, name)
+    killed.kill()
+    answer = begun + process.stdout.read()
+    _, errors = process.communicate(timeout=60)
+    assert (process.returncode, answer) == (0, undisturbed.stdout), errors
+    until(lambda: service(serving, name).pid != killed.pid)
 
 
 def test_a_request_that_can_never_fit_is_refused_and_says_why(server):

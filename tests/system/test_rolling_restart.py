@@ -55,19 +55,19 @@ async def test_a_worker_told_to_stop_ends_when_its_requests_have_and_gets_no_mor
 
         await eventually(is_running)
         child = next(c for c in pool.children if c.name == "gpuworker-0")
-        child._process.send_signal(signal.SIGTERM)
+        child.process.send_signal(signal.SIGTERM)
         began = time.monotonic()
-        while child._process.returncode is None:
+        while child.process.returncode is None:
             answer = await client.complete("hello", sampling=SHORT)
             assert answer.outputs[0].finish_reason is FinishReason.LENGTH
             assert time.monotonic() - began < PATIENCE_S / 2, "it waits for what never comes"
-        assert child._process.returncode == 0
+        assert child.process.returncode == 0
         for task in running:
             (output,) = (await task).outputs
             assert len(output.token_ids) == NUM_TOKENS
 
         # One that has nothing to do goes at once.
         other = next(c for c in pool.children if c.name == "gpuworker-1")
-        other._process.send_signal(signal.SIGTERM)
+        other.process.send_signal(signal.SIGTERM)
         async with asyncio.timeout(PATIENCE_S / 4):
-            assert await other._process.wait() == 0
+            assert await other.process.wait() == 0

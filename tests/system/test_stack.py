@@ -56,7 +56,7 @@ class Stack:
     def scheduler_address(self) -> str:
         """Where the scheduler listens; only the kernel can say."""
         child = next(c for c in self.pool.children if c.name == "scheduler")
-        process = psutil.Process(child._process.pid)
+        process = psutil.Process(child.process.pid)
         connections = process.net_connections("unix")
         (socket,) = {c.laddr for c in connections if c.laddr.endswith("scheduler.sock")}
         return f"unix:{socket}"
@@ -87,7 +87,7 @@ async def running(model_path) -> AsyncIterator[Stack]:
         )
         async with local_pool(config) as pool, HeadraceClient(pool.address) as client:
             yield Stack(pool, client, store.url, model_path)
-        codes = {child.name: child._process.returncode for child in pool.children}
+        codes = {child.name: child.process.returncode for child in pool.children}
         assert codes == {"gpuworker": 0, "scheduler": 0, "router": 0}, "SIGTERM must drain"
 
 

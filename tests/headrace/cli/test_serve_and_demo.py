@@ -138,14 +138,30 @@ def test_a_port_that_is_taken_is_said_before_anything_starts(start):
     assert errors.count("\n") == 1
 
 
-def test_serve_says_when_a_service_dies_later(start):
+def test_serve_says_that_a_service_died_and_is_back(start, headrace):
+    process = start("serve", "--port", "0", "--store-url", "")
+    said = read_until(process.stdout, "Ctrl-C stops it")
+    address = re.search(r"Serving fake at (\S+)", said)[1]
+    errors = read_until(process.stderr, "[router] store")
+    os.kill(int(re.search(r"\[router\] pid (\d+)", errors)[1]), signal.SIGKILL)
+    read_until(process.stderr, "router was killed by SIGKILL; starting it again")
+    read_until(process.stderr, "router is back after")
+    assert headrace("generate", "hi", "--server", address).stdout == "hi\n"
+    process.terminate()
+    process.communicate(timeout=20)
+    assert process.returncode == 0
+
+
+def test_serve_ends_with_the_reason_when_a_service_keeps_dying(start):
     process = start("serve", "--port", "0", "--store-url", "")
     read_until(process.stdout, "Ctrl-C stops it")
-    errors = read_until(process.stderr, "[router] store")
-    os.kill(int(re.search(r"\[scheduler\] pid (\d+)", errors)[1]), signal.SIGKILL)
-    _, errors = process.communicate(timeout=20)
+    for _ in range(5):
+        said = read_until(process.stderr, "[gpuworker] pid")
+        os.kill(int(re.search(r"\[gpuworker\] pid (\d+)", said)[1]), signal.SIGKILL)
+    _, errors = process.communicate(timeout=30)
     assert process.returncode == 1
-    assert "scheduler was killed by SIGKILL" in errors
+    assert "Error: gpuworker was killed by SIGKILL; started 5 times" in errors
+    assert "Traceback" not in errors
 
 
 def test_an_unknown_model_is_one_clear_line():
