@@ -21,6 +21,7 @@ from gpuworker.core.plan import (
     ExecutedStep,
     Int32Array,
     LogprobColumns,
+    OccupiedRows,
     ReceivedPlan,
     RowError,
     RowLogprobColumns,
@@ -79,6 +80,7 @@ class _Launched:
     num_logprobs: Int32Array  # [num_reqs] asked for; negative: none
     logprobs: LogprobTensors | None
     prompt_logprobs: dict[int, list[LogprobTensors]]  # by row
+    audit: OccupiedRows | None
 
 
 class ModelRunner:
@@ -149,24 +151,30 @@ class ModelRunner:
             self._pending[0].finish()
         batch = self._rows.apply(plan)
         self._sampler.reset_rows(plan.row_requests, self._rows)
+        audit = self._rows.occupied_rows() if plan.wants_audit else None
         if batch.num_tokens == 0:
-            return PendingStep(self._transfers.mark(), lambda _: self._nothing(batch, started_s))
-        launched = self._start(batch, started_s)
+            return PendingStep(
+                self._transfers.mark(), lambda _: self._nothing(batch, started_s, audit)
+            )
+        launched = self._start(batch, started_s, audit)
         step = PendingStep(self._transfers.mark(), lambda step: self._complete(step, launched))
         self._pending.append(step)
         self._has_drafts_pending = launched.open_tokens is None
         return step
 
-    def _nothing(self, batch: FlatBatch, started_s: float) -> ExecutedStep:
+    def _nothing(
+        self, batch: FlatBatch, started_s: float, audit: OccupiedRows | None
+    ) -> ExecutedStep:
         """The result of a step that schedules no tokens."""
         return ExecutedStep(
             step_id=batch.step_id,
             num_sampled_tokens=batch.num_samples,
             token_ids=EMPTY_INT32,
             elapsed_s=self._clock() - started_s,
+            audit=audit,
         )
 
-    def _start(self, batch: FlatBatch, started_s: float) -> _Launched:
+    def _start(self, batch: FlatBatch, started_s: float, audit: OccupiedRows | None) -> _Launched:
         """Starts all device work of a step, and the copies of its results to the host."""
         outputs = self.forward.run(batch, self._rows.slots)
         prompt_logprobs = self._start_prompt_logprobs(batch, outputs)
@@ -189,6 +197,7 @@ class ModelRunner:
             num_logprobs,
             logprobs,
             prompt_logprobs,
+            audit,
         )
 
     def _start_prompt_logprobs(
@@ -238,6 +247,7 @@ class ModelRunner:
             logprobs=_row_logprobs(launched, counts),
             errors=errors,
             elapsed_s=self._clock() - launched.started_s,
+            audit=launched.audit,
         )
 
     def _fill_in(self, failed_rows: list[int]) -> None:

@@ -14,10 +14,12 @@ from gpuworker.core.plan import (
     AssignedRequest,
     Int32Array,
     Int64Array,
+    OccupiedRows,
     PlanError,
     ReceivedPlan,
 )
 from gpuworker.core.plan_checks import check_columns, what_is_wrong
+from gpuworker.core.ragged import is_all_ones, ranks, repeated
 from gpuworker.core.request_slots import RequestSlots
 
 NULL_BLOCK = 0
@@ -168,13 +170,20 @@ class InputBatch:
             num_sampled_tokens: [num_reqs] how many of token_ids belong to each.
             token_ids: [sum(num_sampled_tokens)] row after row.
         """
-        row_of_token = _repeated(rows, num_sampled_tokens)
-        columns = self.num_tokens[row_of_token] + _ranks(num_sampled_tokens)
+        row_of_token = repeated(rows, num_sampled_tokens)
+        columns = self.num_tokens[row_of_token] + ranks(num_sampled_tokens)
         fits = columns < self.token_ids.shape[1]
         self.token_ids[row_of_token[fits], columns[fits]] = token_ids[fits]
         self.num_tokens[rows] = np.minimum(
             self.num_tokens[rows] + num_sampled_tokens, self.token_ids.shape[1]
         )
+
+    def occupied_rows(self) -> OccupiedRows:
+        """What the rows hold now; a row with blocks but no request is given, too."""
+        rows = np.flatnonzero(self.slots.is_occupied | (self._num_blocks > 0))
+        num_blocks = self._num_blocks[rows]
+        is_used = np.arange(self._max_blocks) < num_blocks[:, None]
+        return OccupiedRows(rows.astype(np.int32), num_blocks, self._block_table[rows][is_used])
 
     def _free(self, rows: Int32Array) -> None:
         if not len(rows):
@@ -224,7 +233,7 @@ class InputBatch:
             rows, block_ids = rows[order], block_ids[order]
             distinct, counts = np.unique(rows, return_counts=True)
             self.slots.check_occupied(distinct, "appended_block_rows")
-            columns = self._num_blocks[rows] + _ranks(counts)
+            columns = self._num_blocks[rows] + ranks(counts)
             num_blocks = self._num_blocks[distinct] + counts.astype(np.int32)
         if num_blocks.max() > self._max_blocks:
             raise PlanError(
@@ -263,7 +272,7 @@ class InputBatch:
 
     def _gather(self, plan: ReceivedPlan, num_draft_tokens: Int32Array) -> FlatBatch:
         seq_lens = plan.num_computed_tokens + plan.num_scheduled_tokens
-        if not len(plan.draft_token_ids) and _is_all_ones(plan.num_scheduled_tokens):
+        if not len(plan.draft_token_ids) and is_all_ones(plan.num_scheduled_tokens):
             num_tokens = self.num_tokens[plan.rows]
             if (seq_lens == num_tokens).all():
                 return self._gather_decodes(plan, seq_lens)
@@ -304,8 +313,8 @@ class InputBatch:
         query_start_loc = np.zeros(len(rows) + 1, dtype=np.int32)
         np.cumsum(scheduled, out=query_start_loc[1:])
         seq_lens = computed + scheduled
-        row_of_token = _repeated(rows, scheduled)
-        positions = _repeated(computed, scheduled).astype(np.int64) + _ranks(scheduled)
+        row_of_token = repeated(rows, scheduled)
+        positions = repeated(computed, scheduled).astype(np.int64) + ranks(scheduled)
         block_of_token = self._block_table[row_of_token, positions // self.limits.block_size]
         slot_mapping = (
             block_of_token.astype(np.int64) * self.limits.block_size
@@ -316,12 +325,11 @@ class InputBatch:
         num_samples = np.where(
             seq_lens - num_draft_tokens == num_tokens, num_draft_tokens + 1, 0
         ).astype(np.int32)
-        sample_ranks = _ranks(num_samples)
-        sample_rows = _repeated(rows, num_samples)
-        sample_num_tokens = _repeated(num_tokens, num_samples).astype(np.int64) + sample_ranks
+        sample_ranks = ranks(num_samples)
+        sample_rows = repeated(rows, num_samples)
+        sample_num_tokens = repeated(num_tokens, num_samples).astype(np.int64) + sample_ranks
         logits_indices = (
-            _repeated(query_start_loc[1:] - num_samples, num_samples).astype(np.int64)
-            + sample_ranks
+            repeated(query_start_loc[1:] - num_samples, num_samples).astype(np.int64) + sample_ranks
         )
         prompt_indices, prompt_rows, prompt_targets = self._prompt_targets(row_of_token, positions)
         return FlatBatch(
@@ -354,7 +362,7 @@ class InputBatch:
     ) -> None:
         """Writes drafts behind each row's tokens for the gather; they do not count as tokens."""
         if len(draft_token_ids):
-            columns = np.repeat(num_tokens, num_draft_tokens) + _ranks(num_draft_tokens)
+            columns = np.repeat(num_tokens, num_draft_tokens) + ranks(num_draft_tokens)
             row_of_draft = np.repeat(rows, num_draft_tokens)
             self.token_ids[row_of_draft, columns] = np.maximum(draft_token_ids, 0)
 
@@ -373,23 +381,3 @@ class InputBatch:
 
 
 _EMPTY_INT64: Int64Array = np.empty(0, dtype=np.int64)
-
-
-def _repeated(values: Int32Array, counts: Int32Array) -> Int32Array:
-    """Each value as often as its count says."""
-    return values if _is_all_ones(counts) else np.repeat(values, counts)
-
-
-def _ranks(counts: Int32Array | Int64Array) -> Int64Array:
-    """0, 1, ... within each group: [sum(counts)] for groups of `counts` members."""
-    if _is_all_ones(counts):
-        return np.zeros(len(counts), dtype=np.int64)
-    total = int(counts.sum())
-    starts: Int64Array = np.cumsum(counts, dtype=np.int64) - counts
-    ranks: Int64Array = np.arange(total, dtype=np.int64) - np.repeat(starts, counts)
-    return ranks
-
-
-def _is_all_ones(counts: Int32Array | Int64Array) -> bool:
-    """Whether every count is 1, as in a step of decodes only."""
-    return bool((counts == 1).all())

@@ -68,6 +68,7 @@ class ReceivedPlan:
     # [sum(num_draft_tokens)]; -1 is a placeholder that no sampled token ever equals.
     draft_token_ids: Int32Array = field(default_factory=lambda: EMPTY_INT32)
     traceparent: str = ""
+    wants_audit: bool = False  # asks for ExecutedStep.audit
 
     @property
     def num_reqs(self) -> int:
@@ -102,6 +103,15 @@ class RowError:
     message: str
 
 
+@dataclass(frozen=True, slots=True)
+class OccupiedRows:
+    """The rows that hold a request, and their block tables, row after row."""
+
+    rows: Int32Array  # [num_rows] ascending
+    num_blocks: Int32Array  # [num_rows]
+    block_ids: Int32Array  # [sum(num_blocks)]
+
+
 @dataclass(frozen=True, slots=True, kw_only=True)
 class ExecutedStep:
     """What a step produced, in the plan's order.
@@ -117,3 +127,4 @@ class ExecutedStep:
     logprobs: tuple[RowLogprobColumns, ...] = ()
     errors: tuple[RowError, ...] = ()
     elapsed_s: float = 0.0
+    audit: OccupiedRows | None = None  # as they are after the plan; only if the plan asked

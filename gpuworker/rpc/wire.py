@@ -7,6 +7,7 @@ from gpuworker.core.plan import (
     AssignedRequest,
     ExecutedStep,
     LogprobColumns,
+    OccupiedRows,
     ReceivedPlan,
     RowLogprobColumns,
     SamplingSettings,
@@ -42,6 +43,7 @@ def step_plan(message: gpuworker_pb2.StepPlan) -> ReceivedPlan:
         step_id=message.step_id,
         row_requests=tuple(_row_request(request) for request in message.row_requests),
         traceparent=message.traceparent,
+        wants_audit=message.audit,
         **columns,
     )
 
@@ -59,6 +61,15 @@ def step_result(result: ExecutedStep) -> gpuworker_pb2.StepResult:
             gpuworker_pb2.RowError(row=error.row, message=error.message) for error in result.errors
         ],
         elapsed_s=result.elapsed_s,
+        audit=_rows_audit(result.audit) if result.audit is not None else None,
+    )
+
+
+def _rows_audit(audit: OccupiedRows) -> gpuworker_pb2.RowsAudit:
+    return gpuworker_pb2.RowsAudit(
+        rows=pack_int32(audit.rows),
+        num_blocks=pack_int32(audit.num_blocks),
+        block_ids=pack_int32(audit.block_ids),
     )
 
 

@@ -44,6 +44,7 @@ class Driver:
         blocks = np.arange(1, runner.limits.num_kv_blocks)
         np.random.default_rng(seed).shuffle(blocks)
         self.free_blocks: list[int] = blocks.tolist()
+        self.wants_audit = False
         self._placed: list[Request] = []
         self._freed: list[int] = []
         self._step_id = 0
@@ -148,6 +149,7 @@ class Driver:
             num_scheduled_tokens=int32(*num_scheduled),
             num_draft_tokens=int32(*num_drafts) if drafts else int32(),
             draft_token_ids=int32(*(t for row in scheduled for t in drafts.get(row, ()))),
+            wants_audit=self.wants_audit,
         )
         self._step_id += 1
         self._placed, self._freed = [], []

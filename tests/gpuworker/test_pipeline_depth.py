@@ -192,6 +192,25 @@ def test_a_row_that_changes_hands_does_not_get_the_old_requests_token(checkpoint
     assert new.output[:6] == expected
 
 
+def test_an_audit_gives_the_rows_of_its_own_step_not_of_the_one_launched_behind_it(
+    checkpoint: Path,
+) -> None:
+    driver, _ = late_driver(checkpoint)
+    (prompt,) = prompts(1)
+    request = driver.add(0, prompt)
+    driver.wants_audit = True
+    driver.launch({0: len(prompt)})
+    blocks = list(request.blocks)
+    driver.wants_audit = False
+    driver.free(0)
+    driver.add(1, prompt)
+    driver.launch({1: len(prompt)})
+    audit = driver.finish_oldest().audit
+    assert audit is not None
+    assert (audit.rows.tolist(), audit.block_ids.tolist()) == ([0], blocks)
+    assert driver.finish_oldest().audit is None
+
+
 def test_a_failed_row_stays_failed_in_the_step_that_was_launched_ahead(checkpoint: Path) -> None:
     driver, _ = late_driver(checkpoint)
     first, second = prompts(2, seed=9)

@@ -352,6 +352,14 @@ def test_an_empty_plan_gives_an_empty_result(driver: Driver) -> None:
     assert result.num_sampled_tokens.tolist() == []
 
 
+def test_rows_are_given_only_to_a_plan_that_asks(driver: Driver) -> None:
+    request = driver.add(3, prompts(1)[0])
+    assert driver.step({3: len(request.tokens)}).audit is None
+    empty = driver.runner.execute(ReceivedPlan(step_id=1, wants_audit=True)).audit
+    assert empty is not None
+    assert (empty.rows.tolist(), empty.block_ids.tolist()) == ([3], request.blocks)
+
+
 def test_a_reset_runner_has_no_rows(driver: Driver) -> None:
     driver.add(0, prompts(1)[0])
     driver.step({0: 1})

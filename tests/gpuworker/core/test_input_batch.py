@@ -261,3 +261,27 @@ def test_random_plans_gather_what_a_plain_loop_does() -> None:
         assert flat.slot_mapping.tolist() == [
             tables[row][p // 4] * 4 + p % 4 for row, p in positions
         ]
+
+
+def held(batch: InputBatch) -> dict[int, list[int]]:
+    """The block tables that an audit gives, by row."""
+    occupied = batch.occupied_rows()
+    tables = np.split(occupied.block_ids, np.cumsum(occupied.num_blocks)[:-1])
+    assert len(occupied.block_ids) == occupied.num_blocks.sum()
+    return {int(row): table.tolist() for row, table in zip(occupied.rows, tables, strict=False)}
+
+
+def test_an_audit_gives_the_blocks_of_every_occupied_row_in_order(batch: InputBatch) -> None:
+    assert held(batch) == {1: [5, 3], 4: [8, 9, 7]}
+    apply(batch, freed_rows=int32(1), row_requests=(request(0, 3),), **blocks(r0=(2,), r4=(6,)))
+    assert held(batch) == {0: [2], 4: [8, 9, 7, 6]}
+
+
+def test_an_audit_gives_blocks_that_a_freed_row_still_has(batch: InputBatch) -> None:
+    batch.slots.free(int32(1))
+    assert held(batch) == {1: [5, 3], 4: [8, 9, 7]}
+
+
+def test_an_audit_of_an_empty_batch_is_empty(batch: InputBatch) -> None:
+    batch.clear()
+    assert held(batch) == {}

@@ -1,11 +1,14 @@
 """Messages and columns say the same."""
 
+from dataclasses import replace
+
 import numpy as np
 import pytest
 
 from gpuworker.core.plan import (
     ExecutedStep,
     LogprobColumns,
+    OccupiedRows,
     RowError,
     RowLogprobColumns,
     SamplingSettings,
@@ -44,6 +47,7 @@ def test_a_plan_keeps_its_columns() -> None:
         num_draft_tokens=pack_int32(int32(0, 2)),
         draft_token_ids=pack_int32(int32(11, -1)),
         traceparent="00-x",
+        audit=True,
     )
     plan = step_plan(message)
     assert plan.step_id == 7
@@ -56,6 +60,8 @@ def test_a_plan_keeps_its_columns() -> None:
     assert plan.num_draft_tokens.tolist() == [0, 2]
     assert plan.draft_token_ids.tolist() == [11, -1]
     assert plan.traceparent == "00-x"
+    assert plan.wants_audit
+    assert not step_plan(gpuworker_pb2.StepPlan()).wants_audit
 
 
 def test_unset_sampling_fields_change_nothing() -> None:
@@ -156,3 +162,13 @@ def test_a_result_keeps_its_columns_and_logprobs() -> None:
     assert (token.token_id, token.logprob, token.rank) == (4, -0.5, 2)
     assert list(token.top_token_ids) == [6, 4]
     assert list(token.top_logprobs) == [-0.25, -0.5]
+
+
+def test_a_result_keeps_the_rows_that_the_plan_asked_for() -> None:
+    nothing = ExecutedStep(step_id=3, num_sampled_tokens=int32(), token_ids=int32())
+    assert not step_result(nothing).HasField("audit")
+    rows = OccupiedRows(int32(1, 4), int32(2, 1), int32(5, 3, 8))
+    audit = step_result(replace(nothing, audit=rows)).audit
+    assert unpack_int32(audit.rows, "").tolist() == [1, 4]
+    assert unpack_int32(audit.num_blocks, "").tolist() == [2, 1]
+    assert unpack_int32(audit.block_ids, "").tolist() == [5, 3, 8]
