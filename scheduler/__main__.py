@@ -20,6 +20,7 @@ from headrace.status.store import StatusStore
 from scheduler.build import build_pool
 from scheduler.config import PoolSettings, SchedulerSettings
 from scheduler.journal import Journal
+from scheduler.orphans import Orphans
 from scheduler.rpc.gpuworker_client import GpuWorkerClient
 from scheduler.rpc.service import FULL_NAME, SchedulerService
 from scheduler.switchboard import Switchboard
@@ -80,8 +81,13 @@ async def serve(
         switchboard = Switchboard(Journal(store, scheduler_id, clock=time.time))
         connectors = {address: GpuWorkerClient(address, channel) for address in scheduler.worker}
         workers = build_pool(connectors, switchboard, scheduler, pool, clock=time.time)
+        orphans = Orphans(
+            switchboard.requests,
+            ttl_s=pool.orphan_ttl_s,
+            max_num_unread_tokens=pool.max_orphan_tokens,
+        )
         service = SchedulerService(
-            scheduler_id, switchboard, workers, max_waiting_tokens=pool.max_waiting_tokens
+            scheduler_id, switchboard, workers, orphans, max_waiting_tokens=pool.max_waiting_tokens
         )
         server = GrpcServer(serving, [FULL_NAME], traces.server_interceptors)
         service.add_to(server.server)
@@ -89,7 +95,9 @@ async def serve(
         stop = stop_asked()
         write_address(process, await server.start())
         async with asyncio.TaskGroup() as tasks:
-            background = [tasks.create_task(store.run()), tasks.create_task(workers.run())]
+            background = [
+                tasks.create_task(job) for job in (store.run(), workers.run(), orphans.run())
+            ]
             server.set_serving(True)
             await stop.wait()
             server.set_serving(False)

@@ -55,7 +55,7 @@ class SchedulerSettings(msgspec.Struct, frozen=True, forbid_unknown_fields=True)
 
 
 class PoolSettings(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
-    """How workers are watched, and how long is waited for lost ones."""
+    """How workers are watched, and how long is waited for lost workers and routers."""
 
     step_timeout_s: Annotated[
         float, help_text("A worker that gives no result for so long is lost.", gt=0)
@@ -67,6 +67,13 @@ class PoolSettings(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
         int,
         help_text("A request whose worker died so often while running it ends as an error.", ge=0),
     ] = 3
+    orphan_ttl_s: Annotated[
+        float,
+        help_text("Requests whose router has gone end unless a router resumes them in time.", ge=0),
+    ] = 60.0
+    max_orphan_tokens: Annotated[
+        int, help_text("A request whose router has gone pauses after more new tokens.", ge=0)
+    ] = 1024
     max_waiting_tokens: Annotated[
         int, help_text("Tokens that may wait for a slow router before its stream is ended.", ge=1)
     ] = 4_000_000

@@ -3,7 +3,9 @@
 import logging
 
 from headrace.vocabulary import RefusalReason
+from scheduler import takeover
 from scheduler.core.plan import RequestStatus
+from scheduler.orphans import Orphans
 from scheduler.outbox import RouterOutbox
 from scheduler.pool import Pool
 from scheduler.requests import Submission
@@ -17,17 +19,36 @@ class RouterConnection:
     """Opened with a router's stream, closed with it."""
 
     def __init__(
-        self, router_id: str, switchboard: Switchboard, pool: Pool, *, max_waiting_tokens: int
+        self,
+        router_id: str,
+        switchboard: Switchboard,
+        pool: Pool,
+        orphans: Orphans,
+        *,
+        max_waiting_tokens: int,
     ) -> None:
         self.router_id = router_id
         self._switchboard = switchboard
         self._pool = pool
+        self._orphans = orphans
         self._outbox = RouterOutbox(max_waiting_tokens)
         self._number = switchboard.open(self._outbox)
 
     def submit(self, submission: Submission) -> None:
-        """Submit a request to a worker's engine, or refuse it."""
-        engine = self._duplicate(submission) or self._pool.choose(submission)
+        """Submit a request to a worker's engine, take it over where it lives, or refuse it."""
+        handle = submission.handle
+        if self._switchboard.find(self._number, handle) is not None:
+            why = f"handle {handle} is in use"
+            self.refuse(NotTaken(handle, RefusalReason.DUPLICATE, why))
+            return
+        older = self._switchboard.requests.find(submission.request_id)
+        if older is not None:
+            if (duplicate := takeover.refusal(submission, older)) is not None:
+                self.refuse(duplicate)
+                return
+            if takeover.take_over(self._switchboard, self._number, submission, older):
+                return
+        engine = self._pool.choose(submission)
         if isinstance(engine, NotTaken):
             self.refuse(engine)
             return
@@ -35,7 +56,7 @@ class RouterConnection:
 
     def refuse(self, refusal: NotTaken) -> None:
         """Refuse a submission."""
-        self._switchboard.refuse(self._number, refusal)
+        self._switchboard.tell(self._number, RouterUpdate(refusals=(refusal,)))
 
     def cancel(self, handle: int, status: RequestStatus) -> None:
         """End a request; no effect on a request that has ended."""
@@ -62,28 +83,7 @@ class RouterConnection:
         self._outbox.close()
 
     def close(self) -> None:
-        """End every request of this router."""
+        """Leave the router's requests as orphans."""
         requests = self._switchboard.close(self._number)
-        for request in requests:
-            self._switchboard.requests.release_id(request)
-            request.owner.cancel(request, RequestStatus.ABORTED)
-        logger.info("router %s left; ended %d requests", self.router_id, len(requests))
-
-    def _duplicate(self, submission: Submission) -> NotTaken | None:
-        """A refusal if the handle or id is live; a request of an older epoch is aborted instead."""
-        if self._switchboard.find(self._number, submission.handle) is not None:
-            return NotTaken(
-                submission.handle, RefusalReason.DUPLICATE, f"handle {submission.handle} is in use"
-            )
-        older = self._switchboard.requests.find(submission.request_id)
-        if older is None:
-            return None
-        if submission.epoch <= older.submission.epoch:
-            return NotTaken(
-                submission.handle,
-                RefusalReason.DUPLICATE,
-                f"{submission.request_id} runs here under epoch {older.submission.epoch}",
-            )
-        self._switchboard.requests.release_id(older)
-        older.owner.cancel(older, RequestStatus.ABORTED)
-        return None
+        self._orphans.add(requests)
+        logger.info("router %s left; %d of its requests live", self.router_id, len(requests))

@@ -26,9 +26,9 @@ from scheduler.core.scheduler import SchedulerCore
 from scheduler.in_flight import InFlight
 from scheduler.inbox import Cancel, Inbox, Message, Pausing
 from scheduler.replay.recording import Recording
-from scheduler.requests import LiveRequest, Submission
+from scheduler.requests import FirstAdmission, LiveRequest, Submission
 from scheduler.switchboard import Switchboard
-from scheduler.updates import FirstAdmission, RequestEnd
+from scheduler.updates import RequestEnd
 from scheduler.worker import (
     Draining,
     WorkerDrainedError,
@@ -179,9 +179,19 @@ class WorkerEngine:
         self._requests.clear()
         return taken
 
+    def output_token_ids(self, request: LiveRequest) -> Int32Array | None:
+        """[num_tokens] published so far; None if the engine failed in the step of its end."""
+        # A step that failed in the middle has not been published.
+        num_published = self._switchboard.requests.num_generated(request)
+        token_ids = self._core.output_token_ids(request.key)
+        if token_ids is not None:
+            return token_ids[:num_published]
+        is_not_in_core = len(request.generated_token_ids) == num_published
+        return request.generated_token_ids if is_not_in_core else None
+
     def _take_from_core(self, request: LiveRequest) -> None:
-        """Note the request's tokens. An engine that failed in the middle of a step has not
-        published that step: its tokens are generated again, and an end in it is an error.
+        """Note the request's tokens. Those of a step that failed in the middle are generated again;
+        an end in it is an error.
         """
         token_ids = self._core.output_token_ids(request.key)
         if token_ids is None:
@@ -269,21 +279,20 @@ class WorkerEngine:
             return {}
         return {row: self._asking[row] for row in plan.rows.tolist() if row in self._asking}
 
-    def _note_admissions(self, admissions: Sequence[Admission]) -> tuple[FirstAdmission, ...]:
+    def _note_admissions(
+        self, admissions: Sequence[Admission]
+    ) -> tuple[tuple[LiveRequest, FirstAdmission], ...]:
+        """Log admissions; those that routers are to be told of with the step's result."""
         first = []
         for admission in admissions:
             request = self._requests[admission.key]
             self._journal.admitted(request, admission.num_cached_tokens, self._info.worker_id)
-            if not request.is_admitted:
-                request.is_admitted = True
-                first.append(
-                    FirstAdmission(
-                        request,
-                        admission.num_cached_tokens,
-                        self._clock(),
-                        self._info.worker_id,
-                    )
+            request.is_admitted = True
+            if request.admission is None:
+                facts = FirstAdmission(
+                    admission.num_cached_tokens, self._clock(), self._info.worker_id
                 )
+                first.append((request, facts))
         return tuple(first)
 
     def _apply_result(self, result: WorkerResult) -> None:
@@ -296,7 +305,11 @@ class WorkerEngine:
         output = self._core.update(result.step, self._clock())
         logprobs = flight.new_logprobs(result, output, self._requests)
         # A request cancelled while the worker ran has been reported as ended.
-        admissions = [a for a in flight.admissions if a.request.key in self._requests]
+        admissions = [
+            (request, admission)
+            for request, admission in flight.admissions
+            if request.key in self._requests and request.admission is None
+        ]
         failures = flight.failures(result)
         ends = [self._end(facts, failures.get(facts.key, "")) for facts in output.finished]
         if len(output.keys) or ends or admissions:

@@ -7,8 +7,8 @@ import numpy as np
 from opentelemetry.trace import Span
 
 from scheduler.core.plan import Int32Array, Int64Array, StepOutput, StepPlan, StepResult
-from scheduler.requests import LiveRequest
-from scheduler.updates import NO_DRAFTS, FirstAdmission, NewLogprobs
+from scheduler.requests import FirstAdmission, LiveRequest
+from scheduler.updates import NO_DRAFTS, NewLogprobs
 from scheduler.worker import RowLogprobs, WorkerLostError, WorkerResult, WorkerSpec
 
 
@@ -28,7 +28,7 @@ class InFlight:
 
     plan: StepPlan
     keys: Int64Array
-    admissions: tuple[FirstAdmission, ...] = ()
+    admissions: tuple[tuple[LiveRequest, FirstAdmission], ...] = ()
     span: Span | None = None
     asking: Mapping[int, LiveRequest] = field(default_factory=dict)
 

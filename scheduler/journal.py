@@ -54,6 +54,14 @@ class Journal:
         if (span := self._spans.get(request.key)) is not None:
             span.add_event("admitted", {telemetry.USAGE_CACHED_TOKENS: num_cached_tokens})
 
+    def taken_over(self, request: LiveRequest) -> None:
+        """Another router has the request, under a greater epoch."""
+        request.is_superseded = False
+        if request.is_admitted:
+            self._record(request, State.RUNNING)
+        if (span := self._spans.get(request.key)) is not None:
+            span.add_event("taken over")
+
     def preempted(self, request: LiveRequest) -> None:
         """The request was preempted."""
         self._record(request, State.PREEMPTED)
@@ -109,7 +117,7 @@ class Journal:
         detail: str | None = None,
         completion_tokens: int | None = None,
     ) -> None:
-        if not self._store.is_configured:
+        if not self._store.is_configured or request.is_superseded:
             return
         self._store.record(
             Update(

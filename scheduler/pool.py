@@ -1,7 +1,8 @@
 """The gpuworkers this scheduler drives, and which of them gets a request.
 
 One task per worker describes the worker, runs an engine on it, and starts over when the worker is
-lost. Requests of a lost worker (orphans) wait here until another worker of their model takes them.
+lost. Requests of a lost worker are stranded: they wait here until another worker of their model
+takes them.
 """
 
 import asyncio
@@ -32,7 +33,7 @@ logger = logging.getLogger(__name__)
 
 _FIRST_RETRY_S = 0.05
 _MAX_RETRY_S = 2.0
-_ORPHAN_CHECK_S = 0.1
+_STRANDED_CHECK_S = 0.1
 
 MakeEngine = Callable[[WorkerSpec, WorkerStream], WorkerEngine]
 
@@ -60,7 +61,7 @@ class WorkerLoad:
 
 
 @dataclass(slots=True)
-class _Orphan:
+class _Stranded:
     """A request whose worker was lost at since_s on the loop's clock."""
 
     request: LiveRequest
@@ -85,8 +86,8 @@ class Pool:
         self._switchboard = switchboard
         self._settings = settings
         self._clock = clock
-        self._orphans: dict[int, _Orphan] = {}
-        self._has_orphans = asyncio.Event()
+        self._stranded: dict[int, _Stranded] = {}
+        self._has_stranded = asyncio.Event()
         self._is_draining = False
 
     async def run(self) -> None:
@@ -94,7 +95,7 @@ class Pool:
         async with asyncio.TaskGroup() as tasks:
             for worker in self._workers:
                 tasks.create_task(self._drive(worker), name=f"drive {worker.address}")
-            tasks.create_task(self._expire_orphans(), name="watch requests without a worker")
+            tasks.create_task(self._expire_stranded(), name="watch requests without a worker")
 
     @property
     def is_draining(self) -> bool:
@@ -134,12 +135,16 @@ class Pool:
         return min(able, key=_busyness) if able else next(r for r in refusals if r is not None)
 
     def cancel(self, request: LiveRequest, status: RequestStatus) -> None:
-        """End an orphan."""
-        if self._orphans.pop(request.key, None) is not None:
+        """End a stranded request."""
+        if self._stranded.pop(request.key, None) is not None:
             self._end(request, status, "")
 
+    def output_token_ids(self, request: LiveRequest) -> Int32Array:
+        """[num_tokens] of a stranded request."""
+        return request.generated_token_ids
+
     def set_paused(self, request: LiveRequest, *, is_paused: bool) -> None:
-        """Pause or continue an orphan; the next worker's engine applies the state."""
+        """Pause or continue a stranded request; the next worker's engine applies the state."""
         request.is_paused = is_paused
 
     def explain(self, request_id: str) -> RequestExplanation | None:
@@ -266,7 +271,7 @@ class Pool:
             info.num_kv_blocks,
             info.block_size,
         )
-        self._reassign_orphans()
+        self._reassign_stranded()
         return worker.engine
 
     async def _run_engine(self, worker: ManagedWorker, engine: WorkerEngine) -> None:
@@ -305,12 +310,12 @@ class Pool:
                 )
                 continue
             request.owner = self
-            self._orphans[request.key] = _Orphan(request, now_s)
-        self._reassign_orphans()
+            self._stranded[request.key] = _Stranded(request, now_s)
+        self._reassign_stranded()
 
-    def _reassign_orphans(self) -> None:
-        """Submit orphans to workers that can serve them, oldest first."""
-        for waiting in list(self._orphans.values()):
+    def _reassign_stranded(self) -> None:
+        """Submit stranded requests to workers that can serve them, oldest first."""
+        for waiting in list(self._stranded.values()):
             submission = waiting.request.submission
             able = [
                 engine
@@ -318,29 +323,29 @@ class Pool:
                 if _refusal(engine, submission, waiting.request.generated_token_ids) is None
             ]
             if able:
-                del self._orphans[waiting.request.key]
+                del self._stranded[waiting.request.key]
                 min(able, key=_busyness).submit(waiting.request)
-        if self._orphans:
-            self._has_orphans.set()
+        if self._stranded:
+            self._has_stranded.set()
 
-    async def _expire_orphans(self) -> None:
-        """End orphans whose deadline has passed, or for which no worker came in time."""
+    async def _expire_stranded(self) -> None:
+        """End stranded requests whose deadline has passed, or for which no worker came in time."""
         while True:
-            await self._has_orphans.wait()
+            await self._has_stranded.wait()
             now, now_s = self._clock(), asyncio.get_running_loop().time()
-            for waiting in list(self._orphans.values()):
+            for waiting in list(self._stranded.values()):
                 deadline = waiting.request.submission.deadline
                 if deadline is not None and deadline <= now:
                     self.cancel(waiting.request, RequestStatus.DEADLINE)
                 elif now_s - waiting.since_s > self._settings.requeue_timeout_s:
-                    del self._orphans[waiting.request.key]
+                    del self._stranded[waiting.request.key]
                     self._end(
                         waiting.request, RequestStatus.ERROR, "its worker is lost, no other came"
                     )
-            if self._orphans:
-                await asyncio.sleep(_ORPHAN_CHECK_S)
+            if self._stranded:
+                await asyncio.sleep(_STRANDED_CHECK_S)
             else:
-                self._has_orphans.clear()
+                self._has_stranded.clear()
 
     def _end(self, request: LiveRequest, status: RequestStatus, message: str) -> None:
         facts = unscheduled_end(request, status)

@@ -7,7 +7,7 @@ scheduling and nothing of the wire.
 
 import asyncio
 from collections import deque
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping
 from dataclasses import dataclass, field
 from typing import Protocol
 
@@ -17,6 +17,9 @@ from numpy.typing import NDArray
 from scheduler.core.plan import EMPTY_INT32, Int32Array, Int64Array, RequestStatus
 
 UInt32Array = NDArray[np.uint32]
+
+# The connection of a request that no router reads.
+NO_ROUTER = 0
 
 # A key is a slot of the columns below plus a count that makes the key unique for ever: a plan in
 # flight may name a request whose slot is used by another request already.
@@ -60,6 +63,9 @@ class Submission:
 class RequestOwner(Protocol):
     """What has a request now: a worker's engine, or the pool while no worker has the request."""
 
+    def output_token_ids(self, request: "LiveRequest") -> Int32Array | None:
+        """[num_tokens] published so far, under earlier epochs too; None if they are lost."""
+
     def cancel(self, request: "LiveRequest", status: RequestStatus) -> None:
         """End `request` soon; the end is published as any other."""
 
@@ -67,12 +73,24 @@ class RequestOwner(Protocol):
         """Pause `request` soon, because its client does not read, or continue it."""
 
 
+@dataclass(frozen=True, slots=True)
+class FirstAdmission:
+    """When a request got KV blocks for the first time, in seconds since the epoch, and where."""
+
+    num_cached_tokens: int
+    time_s: float
+    worker_id: str
+
+
 @dataclass(slots=True, eq=False)
 class LiveRequest:
-    """A request from submission to its end; changed by its owner only.
+    """A request from submission to its end; changed by its owner, or when a router takes it over.
 
-    generated_token_ids: [num_tokens] what it starts from; grows only when it changes owners.
-    num_losses counts the workers that died while they had it. is_paused is what its router wants.
+    connection is the router's, or NO_ROUTER. generated_token_ids: [num_tokens] what it starts from;
+    grows only when it changes owners. num_losses counts the workers that died while they had it.
+    is_paused is what its router wants. is_admitted: a plan has admitted it; admission is set once
+    its router was told. end_message says, for a person, why it is being ended. is_superseded: it
+    goes on under a greater epoch elsewhere, so nothing of it is recorded any more.
     """
 
     key: int
@@ -82,7 +100,10 @@ class LiveRequest:
     generated_token_ids: Int32Array
     num_losses: int = 0
     is_admitted: bool = False
+    admission: FirstAdmission | None = None
     is_paused: bool = False
+    is_superseded: bool = False
+    end_message: str = ""
     prompt_logprobs: list[object] = field(default_factory=list)
     has_sent_prompt_logprobs: bool = False
 
@@ -109,6 +130,9 @@ class LiveRequestTable:
     def __len__(self) -> int:
         return self._num_live
 
+    def __iter__(self) -> Iterator[LiveRequest]:
+        return (request for request in self._requests if request is not None)
+
     def add(self, connection: int, submission: Submission, owner: RequestOwner) -> LiveRequest:
         """Give a submission its key. Its id must not be live."""
         assert submission.request_id not in self._by_id, "a request id lives twice"
@@ -131,6 +155,14 @@ class LiveRequestTable:
         self._num_live += 1
         self._empty.clear()
         return request
+
+    def route(self, request: LiveRequest, connection: int, handle: int) -> None:
+        """Send what comes of a request to another router from now on, or to NO_ROUTER."""
+        slot = request.key & _SLOT_MASK
+        assert self._requests[slot] is request, "only a live request has a route"
+        request.connection = connection
+        self._connections[slot] = connection
+        self._handles[slot] = handle
 
     def remove(self, request: LiveRequest) -> None:
         """Unregister a request that ended."""

@@ -7,18 +7,25 @@ once. Knows routers and handles, not workers.
 import asyncio
 import contextlib
 from collections.abc import Sequence
+from dataclasses import replace
 
 import numpy as np
 
 from scheduler.core.plan import EMPTY_INT32, Int32Array, Int64Array, StepOutput
 from scheduler.journal import Journal
 from scheduler.outbox import RouterOutbox
-from scheduler.requests import LiveRequest, LiveRequestTable, RequestOwner, Submission
+from scheduler.requests import (
+    NO_ROUTER,
+    FirstAdmission,
+    LiveRequest,
+    LiveRequestTable,
+    RequestOwner,
+    Submission,
+)
 from scheduler.updates import (
     NO_DRAFTS,
-    FirstAdmission,
+    NewAdmission,
     NewLogprobs,
-    NotTaken,
     RequestEnd,
     RouterUpdate,
 )
@@ -66,7 +73,7 @@ class Switchboard:
         self.journal = journal
         self._outboxes: dict[int, RouterOutbox] = {}
         self._by_handle: dict[int, dict[int, LiveRequest]] = {}
-        self._num_opened = 0
+        self._num_opened = NO_ROUTER
 
     def open(self, outbox: RouterOutbox) -> int:
         """Register a router's outbox; returns the connection's number, which is never reused."""
@@ -76,9 +83,12 @@ class Switchboard:
         return self._num_opened
 
     def close(self, connection: int) -> list[LiveRequest]:
-        """Unregister a router's outbox; returns its live requests, which the caller must end."""
+        """Unregister a router's outbox; returns its live requests, which no router has now."""
         del self._outboxes[connection]
-        return list(self._by_handle.pop(connection).values())
+        requests = list(self._by_handle.pop(connection).values())
+        for request in requests:
+            self.requests.route(request, NO_ROUTER, 0)
+        return requests
 
     def add(self, connection: int, submission: Submission, owner: RequestOwner) -> LiveRequest:
         """Register a request; neither its id nor its handle may be live."""
@@ -90,9 +100,30 @@ class Switchboard:
         """The live request of a router's handle, or None."""
         return self._by_handle[connection].get(handle)
 
-    def refuse(self, connection: int, refusal: NotTaken) -> None:
-        """Tell a router that a submission was not taken."""
-        self._outboxes[connection].push(RouterUpdate(refusals=(refusal,)))
+    def detach(self, request: LiveRequest) -> None:
+        """Take a request from its router, which is told that the request has moved."""
+        by_handle = self._by_handle.get(request.connection)
+        if by_handle is not None:
+            del by_handle[request.submission.handle]
+            self.tell(request.connection, RouterUpdate(moved=(request.submission.handle,)))
+        self.requests.route(request, NO_ROUTER, 0)
+
+    def attach(self, request: LiveRequest, connection: int, submission: Submission) -> None:
+        """Give a request that no router has to the router of a new submission of it."""
+        assert request.connection == NO_ROUTER, "a request has two routers"
+        handle = submission.handle
+        request.submission = replace(request.submission, handle=handle, epoch=submission.epoch)
+        self.requests.route(request, connection, handle)
+        self._by_handle[connection][handle] = request
+
+    def tell(self, connection: int, update: RouterUpdate) -> None:
+        """Tell a router something."""
+        self._outboxes[connection].push(update)
+
+    def tell_all(self, update: RouterUpdate) -> None:
+        """Tell every router something."""
+        for outbox in self._outboxes.values():
+            outbox.push(update)
 
     def publish(
         self,
@@ -100,7 +131,7 @@ class Switchboard:
         *,
         draft_counts: Int32Array = NO_DRAFTS,
         ends: Sequence[RequestEnd] = (),
-        admissions: Sequence[FirstAdmission] = (),
+        admissions: Sequence[tuple[LiveRequest, FirstAdmission]] = (),
         logprobs: Sequence[NewLogprobs] = (),
     ) -> None:
         """Tell each router what a step brought for its requests; forget the requests that ended.
@@ -115,6 +146,8 @@ class Switchboard:
         keys, num_new_tokens = output.keys, output.num_new_tokens
         self.requests.count_tokens(keys, num_new_tokens)
         connections, handles = self.requests.routes(keys)
+        for request, admission in admissions:
+            request.admission = admission
         concerned = _connections_of(connections, ends, admissions)
         for connection in concerned:
             if (outbox := self._outboxes.get(connection)) is None:
@@ -136,7 +169,13 @@ class Switchboard:
                     token_ids=columns[2],
                     draft_counts=columns[3],
                     ends=tuple(e for e in ends if e.request.connection == connection),
-                    admissions=tuple(a for a in admissions if a.request.connection == connection),
+                    # With the handle of now: another router may have the request at the time of
+                    # sending.
+                    admissions=tuple(
+                        NewAdmission(request.submission.handle, admission)
+                        for request, admission in admissions
+                        if request.connection == connection
+                    ),
                     logprobs=tuple(p for p in logprobs if p.request.connection == connection),
                 )
             )
@@ -147,17 +186,19 @@ class Switchboard:
     def _forget(self, end: RequestEnd) -> None:
         request = end.request
         num_generated = self.requests.num_generated(request)
-        self.journal.finished(request, end.facts, end.message, num_generated)
+        self.journal.finished(request, end.facts, end.message or request.end_message, num_generated)
         self.requests.remove(request)
         if (by_handle := self._by_handle.get(request.connection)) is not None:
             del by_handle[request.submission.handle]
 
 
 def _connections_of(
-    connections: Int32Array, ends: Sequence[RequestEnd], admissions: Sequence[FirstAdmission]
+    connections: Int32Array,
+    ends: Sequence[RequestEnd],
+    admissions: Sequence[tuple[LiveRequest, FirstAdmission]],
 ) -> set[int]:
     concerned = {end.request.connection for end in ends}
-    concerned.update(admission.request.connection for admission in admissions)
+    concerned.update(request.connection for request, _ in admissions)
     if len(connections):
         first = int(connections[0])
         concerned.add(first)

@@ -7,7 +7,7 @@ import numpy as np
 
 from headrace.vocabulary import RefusalReason
 from scheduler.core.plan import EMPTY_INT32, FinishedRequest, Int32Array
-from scheduler.requests import LiveRequest, UInt32Array
+from scheduler.requests import FirstAdmission, LiveRequest, UInt32Array
 
 EMPTY_UINT32: UInt32Array = np.empty(0, dtype=np.uint32)
 NO_DRAFTS: Int32Array = np.empty((0, 2), dtype=np.int32)
@@ -23,13 +23,11 @@ class RequestEnd:
 
 
 @dataclass(frozen=True, slots=True)
-class FirstAdmission:
-    """A live request got KV blocks for the first time, at time_s since the epoch."""
+class NewAdmission:
+    """The request of a router's handle was admitted for the first time."""
 
-    request: LiveRequest
-    num_cached_tokens: int
-    time_s: float
-    worker_id: str
+    handle: int
+    admission: FirstAdmission
 
 
 @dataclass(frozen=True, slots=True)
@@ -60,7 +58,8 @@ class NotTaken:
 class RouterUpdate:
     """What one step, or several merged, brought for one router.
 
-    A handle comes up once in the columns. A request ends after its tokens.
+    A handle comes up once in the columns. A request ends after its tokens. Nothing follows for the
+    handles in `moved`. `aborts` are ids to end that may wait in the router.
     """
 
     handles: UInt32Array = field(default_factory=lambda: EMPTY_UINT32)  # [num_requests]
@@ -69,9 +68,11 @@ class RouterUpdate:
     # [num_requests, 2] drafts verified and accepted, or [0, 2] when no request had any.
     draft_counts: Int32Array = field(default_factory=lambda: NO_DRAFTS)
     ends: tuple[RequestEnd, ...] = ()
-    admissions: tuple[FirstAdmission, ...] = ()
+    admissions: tuple[NewAdmission, ...] = ()
     logprobs: tuple[NewLogprobs, ...] = ()
     refusals: tuple[NotTaken, ...] = ()
+    moved: tuple[int, ...] = ()
+    aborts: tuple[str, ...] = ()
 
 
 def merge(updates: Sequence[RouterUpdate]) -> RouterUpdate:
@@ -103,6 +104,8 @@ def merge(updates: Sequence[RouterUpdate]) -> RouterUpdate:
         admissions=tuple(admission for update in updates for admission in update.admissions),
         logprobs=tuple(entry for update in updates for entry in update.logprobs),
         refusals=tuple(refusal for update in updates for refusal in update.refusals),
+        moved=tuple(handle for update in updates for handle in update.moved),
+        aborts=tuple(request_id for update in updates for request_id in update.aborts),
     )
 
 

@@ -18,6 +18,7 @@ from headrace.service.handlers import write
 from headrace.v1 import inference_pb2, scheduler_pb2, scheduler_pb2_grpc
 from headrace.vocabulary import RefusalReason
 from scheduler.connection import RouterConnection
+from scheduler.orphans import Orphans
 from scheduler.outbox import OutboxClosedError
 from scheduler.pool import Pool
 from scheduler.rpc import wire
@@ -36,11 +37,18 @@ class SchedulerService(scheduler_pb2_grpc.SchedulerServicer):
     """gRPC methods of the scheduler; keeps no state of a request."""
 
     def __init__(
-        self, scheduler_id: str, switchboard: Switchboard, pool: Pool, *, max_waiting_tokens: int
+        self,
+        scheduler_id: str,
+        switchboard: Switchboard,
+        pool: Pool,
+        orphans: Orphans,
+        *,
+        max_waiting_tokens: int,
     ) -> None:
         self._scheduler_id = scheduler_id
         self._switchboard = switchboard
         self._pool = pool
+        self._orphans = orphans
         self._max_waiting_tokens = max_waiting_tokens
         self._connections: set[RouterConnection] = set()
         self._is_closing = False
@@ -71,6 +79,7 @@ class SchedulerService(scheduler_pb2_grpc.SchedulerServicer):
             hello.hello.router_id,
             self._switchboard,
             self._pool,
+            self._orphans,
             max_waiting_tokens=self._max_waiting_tokens,
         )
         self._connections.add(connection)

@@ -141,6 +141,8 @@ def scheduler_message(update: RouterUpdate) -> scheduler_pb2.SchedulerMessage:
             )
             for refusal in update.refusals
         ],
+        moved=update.moved,
+        aborts=update.aborts,
     )
 
 
@@ -306,12 +308,12 @@ def _step_update(update: RouterUpdate) -> scheduler_pb2.StepUpdate:
         finished=[_finished(end) for end in update.ends],
         admitted=[
             scheduler_pb2.Admitted(
-                handle=admission.request.submission.handle,
-                num_cached_tokens=admission.num_cached_tokens,
-                time_unix_s=admission.time_s,
-                worker_id=admission.worker_id,
+                handle=new.handle,
+                num_cached_tokens=new.admission.num_cached_tokens,
+                time_unix_s=new.admission.time_s,
+                worker_id=new.admission.worker_id,
             )
-            for admission in update.admissions
+            for new in update.admissions
         ],
         logprobs=[
             scheduler_pb2.RequestLogprobs(

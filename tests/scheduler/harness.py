@@ -19,8 +19,11 @@ from headrace.v1 import common_pb2, scheduler_pb2, scheduler_pb2_grpc
 from headrace.vocabulary import WorkerState
 from scheduler.build import build_pool
 from scheduler.config import PoolSettings, SchedulerSettings
+from scheduler.core.plan import RequestStatus
 from scheduler.journal import Journal
+from scheduler.orphans import Orphans
 from scheduler.pool import Pool
+from scheduler.requests import NO_ROUTER
 from scheduler.rpc.gpuworker_client import GpuWorkerClient
 from scheduler.rpc.service import FULL_NAME, SchedulerService
 from scheduler.switchboard import Switchboard
@@ -81,22 +84,28 @@ async def running_scheduler(
     pool = build_pool(
         connectors, switchboard, settings or SchedulerSettings(), pool_settings, clock=scheduler.now
     )
+    orphans = Orphans(
+        switchboard.requests,
+        ttl_s=pool_settings.orphan_ttl_s,
+        max_num_unread_tokens=pool_settings.max_orphan_tokens,
+    )
     service = SchedulerService(
-        "s0", switchboard, pool, max_waiting_tokens=pool_settings.max_waiting_tokens
+        "s0", switchboard, pool, orphans, max_waiting_tokens=pool_settings.max_waiting_tokens
     )
     server = GrpcServer(ServingConfig(), [FULL_NAME])
     service.add_to(server.server)
     scheduler.address = await server.start()
     scheduler.pool, scheduler.switchboard, scheduler.service = pool, switchboard, service
-    driving = asyncio.create_task(pool.run())
+    driving = [asyncio.create_task(job) for job in (pool.run(), orphans.run())]
     try:
         yield scheduler
-        await until(lambda: not len(switchboard.requests))
+        await until(lambda: _has_no_request(switchboard))
         _check_nothing_is_left(pool, switchboard)
     finally:
         await server.stop(0)
-        driving.cancel()
-        await asyncio.wait([driving])
+        for task in driving:
+            task.cancel()
+        await asyncio.wait(driving)
         for worker in workers:
             await worker.kill()
     for worker in workers:
@@ -108,9 +117,17 @@ async def running_scheduler(
     await until(lambda: asyncio.all_tasks() <= tasks_before)
 
 
+def _has_no_request(switchboard: Switchboard) -> bool:
+    """Whether no request lives; ends those that no router has."""
+    for request in switchboard.requests:
+        if request.connection == NO_ROUTER:
+            request.owner.cancel(request, RequestStatus.ABORTED)
+    return not len(switchboard.requests)
+
+
 def _check_nothing_is_left(pool: Pool, switchboard: Switchboard) -> None:
     assert not switchboard.journal.num_open
-    assert not pool._orphans
+    assert not pool._stranded
     assert not any(switchboard._by_handle.values())
     assert not switchboard.requests._by_id
     for worker in pool._workers:
@@ -132,6 +149,7 @@ class Received:
     admitted: scheduler_pb2.Admitted | None = None
     finished: scheduler_pb2.Finished | None = None
     refusal: scheduler_pb2.Refusal | None = None
+    has_moved: bool = False
 
 
 class FakeRouter:
@@ -175,7 +193,7 @@ class FakeRouter:
             "model": "fake",
             "prompt_token_ids": pack_int32(np.array(prompt, dtype=np.int32)),
             "sampling": sampling,
-            "arrival_time_unix_s": float(handle),
+            "arrival_time_unix_s": 1.0,
         }
         return scheduler_pb2.Submission(**(values | fields))
 
@@ -228,9 +246,13 @@ class FakeRouter:
         self.messages.append(message)
         for refusal in message.refusals:
             self.received[refusal.handle].refusal = refusal
-        if not message.HasField("step_update"):
-            return
-        update = message.step_update
+        if message.HasField("step_update"):
+            self._take_step(message.step_update)
+        for handle in message.moved:
+            assert not self.received[handle].has_moved, "moved twice"
+            self.received[handle].has_moved = True
+
+    def _take_step(self, update: scheduler_pb2.StepUpdate) -> None:
         counts = unpack_int32(update.num_new_tokens, "num_new_tokens").tolist()
         handles = unpack_uint32(update.handles, "handles").tolist()
         token_ids = unpack_int32(update.token_ids, "token_ids").tolist()
@@ -242,6 +264,7 @@ class FakeRouter:
         for handle, count in zip(handles, counts, strict=True):
             received = self.received[handle]
             assert received.finished is None, "tokens after the end"
+            assert not received.has_moved, "tokens after it moved"
             received.token_ids += token_ids[:count]
             del token_ids[:count]
         for entry in update.logprobs:
@@ -250,6 +273,7 @@ class FakeRouter:
             received.prompt_logprobs += entry.prompt_tokens
         for finished in update.finished:
             assert self.received[finished.handle].finished is None, "finished twice"
+            assert not self.received[finished.handle].has_moved, "finished after it moved"
             self.received[finished.handle].finished = finished
 
     async def close(self) -> None:

@@ -314,7 +314,7 @@ async def test_requests_without_a_worker_can_be_aborted_and_expire():
             expiring = await router.submit(PROMPTS[1], 10, deadline_unix_s=time.time() + 3600)
             await until(lambda: _is_stepping(scheduler))
             await worker.kill()
-            await until(lambda: len(scheduler.pool._orphans) == 2)
+            await until(lambda: len(scheduler.pool._stranded) == 2)
             await router.cancel(aborted)
             scheduler.skipped_s = 7200
             await router.finished(aborted, expiring)

@@ -5,9 +5,9 @@ import numpy as np
 from headrace.vocabulary import RefusalReason
 from scheduler.core.plan import RequestStatus
 from scheduler.intake import unscheduled_end
-from scheduler.requests import LiveRequest, LiveRequestTable, Submission
+from scheduler.requests import FirstAdmission, LiveRequest, LiveRequestTable, Submission
 from scheduler.updates import (
-    FirstAdmission,
+    NewAdmission,
     NewLogprobs,
     NotTaken,
     RequestEnd,
@@ -77,7 +77,7 @@ def test_merging_keeps_everything_else_in_order() -> None:
     one, other = (live_request(handle) for handle in (1, 2))
     first = update(
         {1: [5]},
-        admissions=(FirstAdmission(one, 0, 1.0, "w"),),
+        admissions=(NewAdmission(1, FirstAdmission(0, 1.0, "w")),),
         logprobs=(NewLogprobs(one, ["a"], ["p", "q"]),),
     )
     second = update(
@@ -85,12 +85,15 @@ def test_merging_keeps_everything_else_in_order() -> None:
         ends=(RequestEnd(one, unscheduled_end(one, RequestStatus.STOPPED)),),
         logprobs=(NewLogprobs(one, ["b"], []), NewLogprobs(other, ["c"], [])),
         refusals=(NotTaken(4, RefusalReason.NO_WORKER, "none"),),
+        moved=(3,),
+        aborts=("r9",),
     )
     merged = merge([first, second])
-    assert [a.request for a in merged.admissions] == [one]
+    assert [new.handle for new in merged.admissions] == [1]
     assert [e.request for e in merged.ends] == [one]
     assert merged.logprobs == (*first.logprobs, *second.logprobs)
     assert merged.refusals == second.refusals
+    assert (merged.moved, merged.aborts) == ((3,), ("r9",))
 
 
 def live_request(handle: int) -> LiveRequest:

@@ -8,8 +8,9 @@ from headrace.service.errors import ServiceError
 from headrace.v1 import common_pb2, gpuworker_pb2, scheduler_pb2
 from headrace.vocabulary import RefusalReason, WorkerRole
 from scheduler.core.plan import FinishedRequest, RequestStatus
+from scheduler.requests import FirstAdmission
 from scheduler.rpc import wire
-from scheduler.updates import FirstAdmission, NotTaken, RequestEnd, RouterUpdate
+from scheduler.updates import NewAdmission, NotTaken, RequestEnd, RouterUpdate
 from tests.scheduler.test_updates import live_request
 
 
@@ -107,7 +108,7 @@ def test_columns_are_little_endian_whatever_the_machine():
         handles=np.array([1, 2**31], dtype=np.uint32),
         num_new_tokens=np.array([1, 1], dtype=np.int32),
         token_ids=np.array([258, 7], dtype=np.int32),
-        admissions=(FirstAdmission(live_request(1), 16, 5.0, "w"),),
+        admissions=(NewAdmission(1, FirstAdmission(16, 5.0, "w")),),
     )
     update = wire.scheduler_message(both).step_update
     assert update.handles == b"\x01\0\0\0\0\0\0\x80"
