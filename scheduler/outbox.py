@@ -29,7 +29,8 @@ class RouterOutbox:
         """Add an update."""
         if self._overflowed.is_set():
             return
-        self._num_waiting_tokens += len(update.token_ids)
+        # An id to abort is as good as a token.
+        self._num_waiting_tokens += len(update.token_ids) + len(update.aborts)
         self._updates.append(update)
         if self._num_waiting_tokens > self._max_waiting_tokens:
             self._overflowed.set()

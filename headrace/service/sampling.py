@@ -10,7 +10,7 @@ from headrace.parameters import PARAMETERS
 from headrace.service.errors import invalid
 from headrace.v1 import common_pb2
 
-_MAX_N = 16
+MAX_N = 16
 _MAX_LOGPROBS = 20
 _MAX_LOGIT_BIAS = 1024
 _MAX_BIAS = 100.0
@@ -45,8 +45,8 @@ def _check_lengths(sampling: common_pb2.SamplingParams) -> None:
             refuse("max_tokens", "must be at least 1; leave it out for all that fits", 0)
         if sampling.min_tokens > sampling.max_tokens:
             refuse("min_tokens", "must not be above max_tokens", sampling.min_tokens)
-    if sampling.HasField("n") and not 1 <= sampling.n <= _MAX_N:
-        refuse("n", f"must be between 1 and {_MAX_N}", sampling.n)
+    if sampling.HasField("n") and not 1 <= sampling.n <= MAX_N:
+        refuse("n", f"must be between 1 and {MAX_N}", sampling.n)
     for name in ("logprobs", "prompt_logprobs"):
         value = getattr(sampling, name)
         if value > _MAX_LOGPROBS:

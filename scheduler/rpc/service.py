@@ -17,6 +17,7 @@ from headrace.service.errors import (
 from headrace.service.handlers import write
 from headrace.v1 import inference_pb2, scheduler_pb2, scheduler_pb2_grpc
 from headrace.vocabulary import RefusalReason
+from scheduler.aborts import abort
 from scheduler.connection import RouterConnection
 from scheduler.orphans import Orphans
 from scheduler.outbox import OutboxClosedError
@@ -128,10 +129,11 @@ class SchedulerService(scheduler_pb2_grpc.SchedulerServicer):
         return wire.explain_response(explanation)
 
     async def Abort(
-        self, _request: inference_pb2.AbortRequest, _context: Context
+        self, request: inference_pb2.AbortRequest, _context: Context
     ) -> inference_pb2.AbortResponse:
-        """Not served yet."""
-        raise unimplemented("RESUME", "Abort is not served yet")
+        """End requests of any router: those that live here, and those in the routers' queues."""
+        request_ids = wire.ids_to_abort(request)
+        return wire.abort_response(request_ids, abort(self._switchboard, request_ids))
 
     async def Audit(
         self, _request: inference_pb2.AuditPoolRequest, _context: Context

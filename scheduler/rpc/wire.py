@@ -2,7 +2,7 @@
 
 import math
 import re
-from collections.abc import Iterable, Sequence
+from collections.abc import Collection, Iterable, Sequence
 from typing import assert_never, cast
 
 import numpy as np
@@ -29,6 +29,7 @@ from scheduler.worker import RowLogprobs, WorkerResult, WorkerSpec
 # One of several completions carries its number: "id#0".
 _VALID_ID = re.compile(r"[A-Za-z0-9._:-]{1,128}(#[0-9]{1,2})?")
 _MAX_ROUTER_ID_CHARS = 256
+_MAX_ABORTS = 1000
 # Of a worker's message about a failed row, which the client gets.
 _MAX_ERROR_CHARS = 1000
 
@@ -154,6 +155,36 @@ def pool_snapshot(
         scheduler_id=scheduler_id,
         workers=[_worker(load) for load in loads],
         draining=is_draining,
+    )
+
+
+def ids_to_abort(message: inference_pb2.AbortRequest) -> Sequence[str]:
+    """The ids of the requests to end."""
+    if message.tenant:
+        raise invalid("tenant", "must be empty; a router knows the requests of a tenant")
+    if not 1 <= len(message.request_ids) <= _MAX_ABORTS:
+        raise invalid("request_ids", f"must be 1 to {_MAX_ABORTS} ids")
+    for position, request_id in enumerate(message.request_ids):
+        if not _VALID_ID.fullmatch(request_id):
+            raise invalid(
+                f"request_ids[{position}]", "must be 1 to 128 characters of [A-Za-z0-9._:-]"
+            )
+    return message.request_ids
+
+
+def abort_response(
+    request_ids: Sequence[str], found: Collection[str]
+) -> inference_pb2.AbortResponse:
+    """The outcome for each id; `found` lived here."""
+    outcome = inference_pb2.AbortOutcome
+    return inference_pb2.AbortResponse(
+        outcomes=[
+            outcome(
+                request_id=request_id,
+                result=outcome.RESULT_ABORTED if request_id in found else outcome.RESULT_NOT_FOUND,
+            )
+            for request_id in request_ids
+        ]
     )
 
 
