@@ -13,6 +13,7 @@ import numpy as np
 
 from headrace.service import telemetry
 from scheduler import intake
+from scheduler.audit import Auditor, LedgerAudit
 from scheduler.core.explain import RequestExplanation
 from scheduler.core.plan import (
     Admission,
@@ -88,6 +89,7 @@ class WorkerEngine:
         self._in_flight: deque[InFlight] = deque()
         # Requests in rows that want log probabilities, by row.
         self._asking: dict[int, LiveRequest] = {}
+        self._auditor = Auditor(core, info, self._requests)
         self._key_by_row: Int64Array = np.zeros(info.max_num_seqs, dtype=np.int64)
         self._wake = asyncio.Event()
         # False after an empty plan, until a message or a result comes.
@@ -147,6 +149,13 @@ class WorkerEngine:
         request.is_paused = is_paused
         self._tell(Pausing(request))
 
+    async def audit(self, patience_s: float) -> LedgerAudit | None:
+        """Audit the ledger with the next plan; None: the engine has ended. See `Auditor`."""
+        answer = self._auditor.ask()
+        self._is_worth_planning = True
+        self._wake.set()
+        return await self._auditor.wait(answer, patience_s)
+
     async def run(self) -> None:
         """Step until cancelled.
 
@@ -159,6 +168,7 @@ class WorkerEngine:
                 tasks.create_task(self._step_for_ever(), name="step")
         finally:
             self._stream.close()
+            self._auditor.close()
             if self._recording is not None:
                 await self._recording.close()
 
@@ -241,7 +251,8 @@ class WorkerEngine:
         for key in plan.preempted_keys:
             self._journal.preempted(self._requests[key])
         admissions = self._note_admissions(plan.admissions) if plan.admissions else ()
-        if not plan.is_worth_sending:
+        audit = self._auditor.begin()
+        if audit is None and not plan.is_worth_sending:
             self._is_worth_planning = False
             return
         placed = self._assign_rows(plan)
@@ -249,12 +260,14 @@ class WorkerEngine:
         if not self._in_flight:
             self._last_progress_s = asyncio.get_running_loop().time()
         keys = self._key_by_row[plan.rows]
-        self._in_flight.append(InFlight(plan, keys, admissions, span, self._asking_in(plan)))
+        asking = self._asking_in(plan)
+        self._in_flight.append(InFlight(plan, keys, admissions, span, asking, audit))
         self._switchboard.changes.notify()
         await self._stream.send(
             plan,
             [request.submission.sampling for request in placed],
             telemetry.traceparent_of(span) if span is not None else "",
+            wants_audit=audit is not None,
         )
 
     def _assign_rows(self, plan: StepPlan) -> list[LiveRequest]:
@@ -300,6 +313,8 @@ class WorkerEngine:
             raise WorkerLostError("it sent a result that no plan asked for")
         flight = self._in_flight.popleft()
         flight.check(result, self._info)
+        if flight.audit is not None:
+            self._auditor.end(flight.audit, result.audit)
         if flight.span is not None:
             flight.span.end()
         output = self._core.update(result.step, self._clock())

@@ -6,6 +6,7 @@ from dataclasses import dataclass, field
 import numpy as np
 from opentelemetry.trace import Span
 
+from scheduler.audit import OpenAudit
 from scheduler.core.plan import Int32Array, Int64Array, StepOutput, StepPlan, StepResult
 from scheduler.requests import FirstAdmission, LiveRequest
 from scheduler.updates import NO_DRAFTS, NewLogprobs
@@ -24,6 +25,7 @@ class InFlight:
         admissions: requests that the plan admitted for the first time.
         span: ends with the result; None when not traced.
         asking: requests that want log probabilities, by row.
+        audit: answered with the result.
     """
 
     plan: StepPlan
@@ -31,6 +33,7 @@ class InFlight:
     admissions: tuple[tuple[LiveRequest, FirstAdmission], ...] = ()
     span: Span | None = None
     asking: Mapping[int, LiveRequest] = field(default_factory=dict)
+    audit: OpenAudit | None = None
 
     def check(self, result: WorkerResult, info: WorkerSpec) -> None:
         """Compare every field of a worker's result with the plan, before any of it is applied.

@@ -102,6 +102,11 @@ class Pool:
         """Whether new requests are refused, for good."""
         return self._is_draining
 
+    @property
+    def engines(self) -> list[WorkerEngine]:
+        """Engines of the workers that are here now."""
+        return [worker.engine for worker in self._workers if worker.engine is not None]
+
     async def drain(self, timeout_s: float) -> bool:
         """Refuse new requests and wait for the live ones; False if time was up first."""
         self._is_draining = True
@@ -149,8 +154,7 @@ class Pool:
 
     def explain(self, request_id: str) -> RequestExplanation | None:
         """A request's history, from the worker that has or had it."""
-        engines = (worker.engine for worker in self._workers if worker.engine is not None)
-        histories = (engine.explain(request_id) for engine in engines)
+        histories = (engine.explain(request_id) for engine in self.engines)
         return next((history for history in histories if history is not None), None)
 
     def snapshot(self) -> list[WorkerLoad]:
@@ -199,8 +203,7 @@ class Pool:
 
     def _engines_of(self, model: str) -> list[WorkerEngine]:
         """Engines that take new requests of a model; "" is any model."""
-        engines = [worker.engine for worker in self._workers if worker.engine is not None]
-        return [e for e in engines if not e.is_draining and model in {"", e.info.model}]
+        return [e for e in self.engines if not e.is_draining and model in {"", e.info.model}]
 
     async def _drive(self, worker: ManagedWorker) -> None:
         """Describe the worker, run its engine until the worker is lost, and start over."""

@@ -5,6 +5,7 @@ from dataclasses import dataclass
 from typing import Protocol
 
 from headrace.vocabulary import WorkerRole
+from scheduler.core.audit import RowTables
 from scheduler.core.plan import StepPlan, StepResult
 
 
@@ -53,11 +54,15 @@ class RowLogprobs:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class WorkerResult:
-    """A step's result with its log probabilities; message_by_failed_row is for people."""
+    """A step's result with its log probabilities; message_by_failed_row is for people.
+
+    audit: the worker's rows after the plan, if the plan asked.
+    """
 
     step: StepResult
     logprobs: tuple[RowLogprobs, ...]
     message_by_failed_row: dict[int, str]
+    audit: RowTables | None = None
 
 
 @dataclass(frozen=True, slots=True)
@@ -80,7 +85,14 @@ class WorkerUnavailableError(Exception):
 class WorkerStream(Protocol):
     """The steps of one incarnation, in order."""
 
-    async def send(self, plan: StepPlan, samplings: Sequence[object], traceparent: str) -> None:
+    async def send(
+        self,
+        plan: StepPlan,
+        samplings: Sequence[object],
+        traceparent: str,
+        *,
+        wants_audit: bool = False,
+    ) -> None:
         """Send a plan; samplings has one entry for each of plan.row_requests.
 
         Raises:

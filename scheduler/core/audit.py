@@ -16,7 +16,7 @@ The audit changes nothing, and a fault is a value: tests assert that there is no
 reads them.
 """
 
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Container, Iterator
 from dataclasses import dataclass
 from itertools import chain
 
@@ -63,8 +63,11 @@ class RowTables:
     block_ids: Int32Array
 
 
-def audit(state: SchedulerState) -> BookAudit:
-    """Walk the whole book; the cost grows with the number of blocks."""
+def audit(state: SchedulerState, live_keys: Container[int] | None = None) -> BookAudit:
+    """Walk the whole book; the cost grows with the number of blocks.
+
+    live_keys are the requests that the caller still knows, if it keeps count.
+    """
     pool, tables = state.kv.pool, row_tables(state.table)
     is_block = (tables.block_ids > NULL_BLOCK) & (tables.block_ids <= pool.num_usable)
     holders = np.bincount(tables.block_ids[is_block], minlength=pool.num_usable + 1)
@@ -72,7 +75,7 @@ def audit(state: SchedulerState) -> BookAudit:
     is_unheld = _is_free(pool)
     num_cached = int((is_unheld & is_cached).sum())
     faults = [
-        *_request_faults(state),
+        *_request_faults(state, live_keys),
         *_row_faults(state),
         *_table_faults(state, tables, is_block),
         *pool_faults(pool, holders),
@@ -83,7 +86,7 @@ def audit(state: SchedulerState) -> BookAudit:
         num_cached_blocks=num_cached,
         num_owned_blocks=int((holders > 0).sum()),
         num_requests=int((tables.num_blocks > 0).sum()),
-        faults=_limited(faults),
+        faults=limited(faults),
     )
 
 
@@ -95,6 +98,13 @@ def row_tables(table: RequestTable) -> RowTables:
     is_used = columns < num_blocks[:, None]
     block_ids = table.block_table[rows[:, None], columns][is_used]
     return RowTables(rows.astype(np.int32), num_blocks, block_ids)
+
+
+def limited(faults: list[str]) -> tuple[str, ...]:
+    """The first MAX_FAULTS, and how many there are more."""
+    if len(faults) <= MAX_FAULTS:
+        return tuple(faults)
+    return (*faults[:MAX_FAULTS], f"there are {len(faults) - MAX_FAULTS} faults more")
 
 
 def pool_faults(pool: BlockPool, holders: NDArray[np.intp]) -> list[str]:
@@ -150,7 +160,7 @@ def _is_cached(pool: BlockPool) -> BoolArray:
     return np.array([digest is not None for digest in pool.digests], dtype=np.bool_)
 
 
-def _request_faults(state: SchedulerState) -> Iterator[str]:
+def _request_faults(state: SchedulerState, live_keys: Container[int] | None) -> Iterator[str]:
     """Every live request is in one place: a row, a queue, or with the paused ones."""
     table, queues = state.table, state.queues
     num_places = dict.fromkeys(state.requests, 0)
@@ -164,6 +174,8 @@ def _request_faults(state: SchedulerState) -> Iterator[str]:
         if count != 1:
             yield f"{state.requests[key].request_id} is in {count} places"
     for key, live in state.requests.items():
+        if live_keys is not None and key not in live_keys:
+            yield f"{live.request_id} lives on, and the caller has forgotten it"
         if live.is_paused != (key in queues.paused):
             yield f"{live.request_id} is half paused"
     for awaited in state.stale.values():
@@ -241,9 +253,3 @@ def _name(state: SchedulerState, row: int) -> str:
     """A row's request for a sentence."""
     request = state.table.requests[row]
     return f"row {row}" if request is None else f"{request.request_id} in row {row}"
-
-
-def _limited(faults: list[str]) -> tuple[str, ...]:
-    if len(faults) <= MAX_FAULTS:
-        return tuple(faults)
-    return (*faults[:MAX_FAULTS], f"there are {len(faults) - MAX_FAULTS} faults more")

@@ -5,6 +5,8 @@ and which requests are preempted. It knows no clock, no wire format and no tenso
 argument.
 """
 
+from collections.abc import Container
+
 import numpy as np
 
 from scheduler.core.audit import BookAudit, RowTables, audit, row_tables
@@ -316,12 +318,12 @@ class SchedulerCore:
             )
         )
 
-    def audit(self) -> BookAudit:
+    def audit(self, live_keys: Container[int] | None = None) -> BookAudit:
         """Walk the book of KV blocks; see `scheduler.core.audit`."""
-        return audit(self.state)
+        return audit(self.state, live_keys)
 
     def row_tables(self) -> RowTables:
-        """The block table of every running row, as the next result's step has them."""
+        """The block table of every running row; the worker has them with the last plan."""
         return row_tables(self.state.table)
 
 

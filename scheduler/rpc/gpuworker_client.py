@@ -61,10 +61,18 @@ class ExecuteStream:
     ) -> None:
         self._call = call
 
-    async def send(self, plan: StepPlan, samplings: Sequence[object], traceparent: str) -> None:
+    async def send(
+        self,
+        plan: StepPlan,
+        samplings: Sequence[object],
+        traceparent: str,
+        *,
+        wants_audit: bool = False,
+    ) -> None:
         """Send a plan; see scheduler.worker.WorkerStream."""
         try:
-            await self._call.write(wire.plan_message(plan, samplings, traceparent))
+            message = wire.plan_message(plan, samplings, traceparent, wants_audit=wants_audit)
+            await self._call.write(message)
         except (grpc.aio.AioRpcError, grpc.aio.UsageError, asyncio.InvalidStateError) as error:
             raise WorkerLostError(_describe_error(error)) from error
 

@@ -12,7 +12,6 @@ from headrace.service.errors import (
     invalid,
     not_found,
     unavailable,
-    unimplemented,
 )
 from headrace.service.handlers import write
 from headrace.v1 import inference_pb2, scheduler_pb2, scheduler_pb2_grpc
@@ -23,6 +22,7 @@ from scheduler.orphans import Orphans
 from scheduler.outbox import OutboxClosedError
 from scheduler.pool import Pool
 from scheduler.rpc import wire
+from scheduler.rpc.audit import audit_response
 from scheduler.switchboard import Switchboard
 from scheduler.updates import NotTaken
 
@@ -30,6 +30,8 @@ FULL_NAME = "headrace.v1.Scheduler"
 
 _SNAPSHOT_INTERVAL_S = 0.1
 _SNAPSHOT_HEARTBEAT_S = 1.0
+# A worker that does not give its rows by then is audited without them.
+_AUDIT_PATIENCE_S = 3.0
 
 Context = grpc.aio.ServicerContext[Any, Any]
 
@@ -138,8 +140,11 @@ class SchedulerService(scheduler_pb2_grpc.SchedulerServicer):
     async def Audit(
         self, _request: inference_pb2.AuditPoolRequest, _context: Context
     ) -> inference_pb2.AuditPoolResponse:
-        """Not served yet."""
-        raise unimplemented("RESUME", "Audit is not served yet")
+        """Walk the KV ledger of every worker that is here; see `scheduler.audit`."""
+        audits = await asyncio.gather(
+            *(engine.audit(_AUDIT_PATIENCE_S) for engine in self._pool.engines)
+        )
+        return audit_response(self._scheduler_id, [a for a in audits if a is not None])
 
 
 async def _write_news(connection: RouterConnection, context: Context) -> None:

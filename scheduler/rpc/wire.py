@@ -23,6 +23,7 @@ from scheduler.core.explain import RequestExplanation
 from scheduler.core.plan import Int32Array, RequestStatus, StepPlan, StepResult
 from scheduler.pool import WorkerLoad
 from scheduler.requests import Submission
+from scheduler.rpc.audit import row_tables_of
 from scheduler.updates import RequestEnd, RouterUpdate
 from scheduler.worker import RowLogprobs, WorkerResult, WorkerSpec
 
@@ -215,7 +216,7 @@ def explain_response(explanation: RequestExplanation) -> inference_pb2.ExplainRe
 
 
 def plan_message(
-    plan: StepPlan, samplings: Sequence[object], traceparent: str
+    plan: StepPlan, samplings: Sequence[object], traceparent: str, *, wants_audit: bool = False
 ) -> gpuworker_pb2.StepPlan:
     """A plan for the worker; samplings has one entry for each of plan.row_requests."""
     return gpuworker_pb2.StepPlan(
@@ -239,6 +240,7 @@ def plan_message(
         num_draft_tokens=pack_int32(plan.num_draft_tokens),
         draft_token_ids=pack_int32(plan.draft_token_ids),
         traceparent=traceparent,
+        audit=wants_audit,
     )
 
 
@@ -264,6 +266,7 @@ def worker_result(message: gpuworker_pb2.StepResult) -> WorkerResult:
         ),
         logprobs=tuple(_row_logprobs(entry) for entry in message.logprobs),
         message_by_failed_row=message_by_failed_row,
+        audit=row_tables_of(message.audit) if message.HasField("audit") else None,
     )
 
 

@@ -8,6 +8,7 @@ too early or taken wrongly from the prefix cache is noticed at the step that rea
 import asyncio
 import uuid
 from collections.abc import AsyncIterator, Callable, Sequence
+from itertools import chain
 
 import grpc.aio
 import numpy as np
@@ -63,6 +64,7 @@ class Row:
         self.hashes = np.zeros(max_num_tokens + 1, dtype=np.int64)
         self.slots = np.zeros(max_num_tokens + 1, dtype=np.int64)
         self.num_slots = 0
+        self.block_ids: list[int] = []
         for token_id in unpack_int32(request.token_ids, "token_ids").tolist():
             self.append(token_id)
 
@@ -76,6 +78,7 @@ class Row:
         self.token_ids.append(token_id)
 
     def append_block(self, block_id: int, block_size: int) -> None:
+        self.block_ids.append(block_id)
         room = self.slots[self.num_slots : self.num_slots + block_size]
         room[:] = block_id * block_size + np.arange(len(room))
         self.num_slots += len(room)
@@ -116,7 +119,18 @@ class FakeModel:
             sampled.extend(token_ids)
         result.num_sampled_tokens = pack_int32(np.array(counts, dtype=np.int32))
         result.token_ids = pack_int32(np.array(sampled, dtype=np.int32))
+        if plan.audit:
+            result.audit.CopyFrom(self._audit())
         return result
+
+    def _audit(self) -> gpuworker_pb2.RowsAudit:
+        tables = {row: list(self._rows[row].block_ids) for row in sorted(self._rows)}
+        self._worker.spoil_audit(tables)
+        return gpuworker_pb2.RowsAudit(
+            rows=pack_int32(np.array(list(tables), dtype=np.int32)),
+            num_blocks=pack_int32(np.array([len(ids) for ids in tables.values()], dtype=np.int32)),
+            block_ids=pack_int32(np.array(list(chain(*tables.values())), dtype=np.int32)),
+        )
 
     def _place(self, request: gpuworker_pb2.RowRequest) -> None:
         assert request.row not in self._rows, f"row {request.row} is taken"
@@ -193,6 +207,8 @@ class FakeGpuWorker(gpuworker_pb2_grpc.GpuWorkerServicer):
         self.spoil: Callable[[gpuworker_pb2.StepResult], None] | None = None
         self.pace_s = 0.0
         self.plans: list[gpuworker_pb2.StepPlan] = []
+        # Changes the block tables that an audit gives, by row.
+        self.spoil_audit: Callable[[dict[int, list[int]]], None] = lambda tables: None
         self.num_steps_begun = 0
         self.address = "127.0.0.1:0"
         self.errors: list[AssertionError] = []

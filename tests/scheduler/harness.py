@@ -15,7 +15,7 @@ from headrace.service.columns import pack_int32, unpack_int32, unpack_uint32
 from headrace.service.serving import GrpcServer, ServingConfig
 from headrace.status.states import Writer
 from headrace.status.store import StatusStore
-from headrace.v1 import common_pb2, scheduler_pb2, scheduler_pb2_grpc
+from headrace.v1 import common_pb2, inference_pb2, scheduler_pb2, scheduler_pb2_grpc
 from headrace.vocabulary import WorkerState
 from scheduler.build import build_pool
 from scheduler.config import PoolSettings, SchedulerSettings
@@ -204,6 +204,9 @@ class FakeRouter:
         await self.send(
             cancellations=[scheduler_pb2.Cancellation(handle=h, reason=reason) for h in handles]
         )
+
+    async def audit(self) -> list[common_pb2.WorkerAudit]:
+        return list((await self.stub.Audit(inference_pb2.AuditPoolRequest())).workers)
 
     async def pause(self, *handles: int, paused: bool = True) -> None:
         await self.send(pauses=[scheduler_pb2.Pause(handle=h, paused=paused) for h in handles])
