@@ -26,9 +26,10 @@ from gpuworker.core.plan import (
     RowError,
     RowLogprobColumns,
 )
+from gpuworker.core.ragged import ranks, starts
 from gpuworker.device.transfers import DeviceEvent, Transfers
 from gpuworker.forward import Forward, Outputs
-from gpuworker.sampling.logprobs import LogprobTensors, join, start_logprobs, take
+from gpuworker.sampling.logprobs import join, start_logprobs, take
 from gpuworker.sampling.sampler import SampledTokens, Sampler
 
 # Prompt log probabilities need logits of whole prompts: 256 rows of 150,000 tokens are 150 MB.
@@ -78,8 +79,8 @@ class _Launched:
     packed: torch.Tensor
     open_tokens: OpenTokens | None
     num_logprobs: Int32Array  # [num_reqs] asked for; negative: none
-    logprobs: LogprobTensors | None
-    prompt_logprobs: dict[int, list[LogprobTensors]]  # by row
+    logprobs: LogprobColumns | None
+    prompt_logprobs: dict[int, list[LogprobColumns]]  # by row
     audit: OccupiedRows | None
 
 
@@ -202,9 +203,9 @@ class ModelRunner:
 
     def _start_prompt_logprobs(
         self, batch: FlatBatch, outputs: Outputs
-    ) -> dict[int, list[LogprobTensors]]:
+    ) -> dict[int, list[LogprobColumns]]:
         """Log probabilities of the prompt tokens that this step computes, by row, in pieces."""
-        pieces_by_row: dict[int, list[LogprobTensors]] = {}
+        pieces_by_row: dict[int, list[LogprobColumns]] = {}
         to_device = self._transfers.to_device
         for row in np.unique(batch.prompt_rows).tolist():
             assert outputs.hidden is not None, "a replayed step computes no prompt tokens"
@@ -307,9 +308,7 @@ def _unpacked(launched: _Launched) -> tuple[Int32Array, Int32Array, tuple[RowErr
 
 def _kept(num_samples: Int32Array, counts: Int32Array) -> NDArray[np.bool_]:
     """Which samples count: the first `counts` of each row's, [sum(num_samples)]."""
-    ends = np.cumsum(num_samples)
-    ranks = np.arange(int(num_samples.sum())) - np.repeat(ends - num_samples, num_samples)
-    is_kept: NDArray[np.bool_] = ranks < np.repeat(counts, num_samples)
+    is_kept: NDArray[np.bool_] = ranks(num_samples) < np.repeat(counts, num_samples)
     return is_kept
 
 
@@ -318,17 +317,16 @@ def _row_logprobs(launched: _Launched, counts: Int32Array) -> tuple[RowLogprobCo
     if launched.logprobs is None and not launched.prompt_logprobs:
         return ()
     batch, wanted = launched.batch, launched.num_logprobs
-    columns = None if launched.logprobs is None else launched.logprobs.columns()
-    starts = np.cumsum(batch.num_samples) - batch.num_samples
+    columns, first_samples = launched.logprobs, starts(batch.num_samples).tolist()
     rows = []
     for i, row in enumerate(batch.rows.tolist()):
         of_tokens: LogprobColumns | None = None
         if columns is not None and wanted[i] >= 0 and counts[i]:
-            index = slice(int(starts[i]), int(starts[i] + counts[i]))
+            index = slice(first_samples[i], first_samples[i] + int(counts[i]))
             of_tokens = take(columns, index, int(wanted[i]))
         of_prompt: LogprobColumns | None = None
         if row in launched.prompt_logprobs:
-            of_prompt = join([piece.columns() for piece in launched.prompt_logprobs[row]])
+            of_prompt = join(launched.prompt_logprobs[row])
         if of_tokens is not None or of_prompt is not None:
             rows.append(RowLogprobColumns(row, of_tokens, of_prompt))
     return tuple(rows)

@@ -15,6 +15,7 @@ from numpy.typing import NDArray
 
 from gpuworker.core.input_batch import BatchLimits, FlatBatch
 from gpuworker.core.plan import Int32Array
+from gpuworker.core.ragged import ranks, starts
 from gpuworker.core.request_slots import LONG_COLUMNS, WORD_COLUMNS, RequestSlots
 from gpuworker.device.staging import StagingRing
 from gpuworker.kernels.ops import Draws, Verification
@@ -119,9 +120,9 @@ class InputStaging:
 
         verification = None
         if sizes.num_verified:
-            starts, counts, firsts = sections.verification(buffer)[:, : sizes.num_verified]
+            sample_starts, counts, firsts = sections.verification(buffer)[:, : sizes.num_verified]
             verification = Verification(
-                sample_starts=starts,
+                sample_starts=sample_starts,
                 num_samples=counts,
                 draft_starts=firsts,
                 drafts=sections.drafts(buffer),
@@ -232,10 +233,9 @@ def _fill_drafts(sections: _StepSections, values: Int32Array, batch: FlatBatch) 
     """Which drafts precede each sample, and which samples each request has."""
     words, verification = sections.words(values), sections.verification(values)
     num_samples, num_drafts = batch.num_samples, batch.num_draft_tokens
-    starts = np.cumsum(num_samples) - num_samples
-    firsts = np.cumsum(num_drafts) - num_drafts
-    verification[:, : batch.num_reqs] = starts, num_samples, firsts
+    firsts = starts(num_drafts)
+    verification[:, : batch.num_reqs] = starts(num_samples), num_samples, firsts
     count = sections.sizes.num_samples
     words[-2, :count] = np.repeat(firsts, num_samples)
-    words[-1, :count] = np.arange(count) - np.repeat(starts, num_samples)
+    words[-1, :count] = ranks(num_samples)
     sections.drafts(values)[:] = batch.draft_token_ids

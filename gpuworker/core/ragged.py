@@ -10,14 +10,19 @@ def repeated(values: Int32Array, counts: Int32Array) -> Int32Array:
     return values if is_all_ones(counts) else np.repeat(values, counts)
 
 
+def starts(counts: Int32Array | Int64Array) -> Int64Array:
+    """Where each group of `counts` members begins: [num_groups]."""
+    begins: Int64Array = np.cumsum(counts, dtype=np.int64) - counts
+    return begins
+
+
 def ranks(counts: Int32Array | Int64Array) -> Int64Array:
     """0, 1, ... within each group: [sum(counts)] for groups of `counts` members."""
     if is_all_ones(counts):
         return np.zeros(len(counts), dtype=np.int64)
     total = int(counts.sum())
-    starts: Int64Array = np.cumsum(counts, dtype=np.int64) - counts
-    places: Int64Array = np.arange(total, dtype=np.int64) - np.repeat(starts, counts)
-    return places
+    within: Int64Array = np.arange(total, dtype=np.int64) - np.repeat(starts(counts), counts)
+    return within
 
 
 def is_all_ones(counts: Int32Array | Int64Array) -> bool:

@@ -1,6 +1,6 @@
 """Log probabilities of the model's own distribution: before bias, penalties and temperature."""
 
-from dataclasses import dataclass, fields
+from dataclasses import fields
 from typing import Any
 
 import numpy as np
@@ -11,30 +11,9 @@ from gpuworker.core.plan import LogprobColumns
 from gpuworker.device.transfers import Transfers
 
 
-@dataclass(frozen=True, slots=True)
-class LogprobTensors:
-    """Log probabilities that are being copied to the host; see LogprobColumns."""
-
-    token_ids: torch.Tensor
-    logprobs: torch.Tensor
-    ranks: torch.Tensor
-    top_token_ids: torch.Tensor
-    top_logprobs: torch.Tensor
-
-    def columns(self) -> LogprobColumns:
-        """The columns; call only after the copy to the host is complete."""
-        return LogprobColumns(
-            token_ids=self.token_ids.numpy().astype(np.int32),
-            logprobs=self.logprobs.numpy(),
-            ranks=self.ranks.numpy().astype(np.int32),
-            top_token_ids=self.top_token_ids.numpy().astype(np.int32),
-            top_logprobs=self.top_logprobs.numpy(),
-        )
-
-
 def start_logprobs(
     logits: torch.Tensor, token_ids: torch.Tensor, num_top: int, transfers: Transfers
-) -> LogprobTensors:
+) -> LogprobColumns:
     """Launches the log probabilities of the chosen and the likeliest tokens, and their copy.
 
     Args:
@@ -42,16 +21,19 @@ def start_logprobs(
         token_ids: [num_rows] int64 the chosen tokens.
         num_top: how many of the likeliest tokens to report.
         transfers: copies to the host.
+
+    Returns:
+        Columns that are valid once an event recorded later has passed.
     """
     logprobs = torch.log_softmax(logits, dim=-1)
     chosen = logprobs.gather(1, token_ids[:, None])
     top = logprobs.topk(min(num_top, logits.shape[1]), dim=-1)
-    return LogprobTensors(
-        token_ids=transfers.to_host(token_ids),
-        logprobs=transfers.to_host(chosen.squeeze(1)),
-        ranks=transfers.to_host((logprobs > chosen).sum(1) + 1),
-        top_token_ids=transfers.to_host(top.indices),
-        top_logprobs=transfers.to_host(top.values),
+    return LogprobColumns(
+        token_ids=transfers.to_host(token_ids.int()).numpy(),
+        logprobs=transfers.to_host(chosen.squeeze(1)).numpy(),
+        ranks=transfers.to_host(((logprobs > chosen).sum(1) + 1).int()).numpy(),
+        top_token_ids=transfers.to_host(top.indices.int()).numpy(),
+        top_logprobs=transfers.to_host(top.values).numpy(),
     )
 
 

@@ -12,8 +12,9 @@ import torch
 
 from gpuworker.core.input_batch import BatchLimits, FlatBatch, InputBatch
 from gpuworker.core.plan import AssignedRequest, Int32Array
+from gpuworker.core.ragged import starts
 from gpuworker.device.transfers import Transfers
-from gpuworker.kernels.ops import Adjustments, LogitEdits, Ops
+from gpuworker.kernels.ops import Adjustments, Ops
 from gpuworker.sampling.edits import logit_edits
 from gpuworker.sampling.penalties import PenaltyState
 from gpuworker.step_inputs import SampleColumns
@@ -74,15 +75,8 @@ class Sampler:
         if not len(logits):
             # A kernel cannot be launched with an empty grid.
             return SampledTokens(columns.slots, is_finite, None)
-        edits = logit_edits(batch, rows)
-        if edits is not None:
-            to_device = self._transfers.to_device
-            self._ops.edit_logits(
-                logits,
-                LogitEdits(
-                    to_device(edits.samples), to_device(edits.token_ids), to_device(edits.values)
-                ),
-            )
+        if (edits := logit_edits(batch, rows, self._transfers)) is not None:
+            self._ops.edit_logits(logits, edits)
         has_penalties = bool(rows.slots.has_penalties[batch.sample_rows].any())
         if has_penalties or rows.slots.is_drawn[batch.sample_rows].any():
             self._ops.adjust_logits(logits, self._adjustments(columns))
@@ -106,13 +100,15 @@ class Sampler:
             token_ids: [sum(counts)] the kept tokens, on the host.
             rows: settings of every row.
         """
-        starts = np.cumsum(counts) - counts
+        first_tokens = starts(counts)
         for rank in range(int(counts.max(initial=0))):
             members = np.flatnonzero((counts > rank) & rows.slots.has_penalties[batch.rows])
             if len(members):
                 self._penalties.count(
                     self._transfers.to_device(batch.rows[members].astype(np.int64)),
-                    self._transfers.to_device(token_ids[starts[members] + rank].astype(np.int64)),
+                    self._transfers.to_device(
+                        token_ids[first_tokens[members] + rank].astype(np.int64)
+                    ),
                 )
 
     def _adjustments(self, columns: SampleColumns) -> Adjustments:

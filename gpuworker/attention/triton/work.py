@@ -12,6 +12,7 @@ from numpy.typing import NDArray
 
 from gpuworker.attention.interface import StepShape
 from gpuworker.core.plan import Int32Array
+from gpuworker.core.ragged import ranks
 
 ITEM_FIELDS = 8  # table start, first token, queries, first position, KV start, KV end, row, 0
 MERGE_FIELDS = 4  # token, first row, splits, rows between splits
@@ -101,7 +102,7 @@ def build(
     if splits.max() == 1:
         return WorkList(_sorted_items(columns, kv_start, kv_end, NOT_SPLIT), _NO_MERGES, 0)
     owner = np.repeat(np.arange(len(request)), splits)
-    rank = _ranks(splits)
+    rank = ranks(splits)
     keys_a_split = (steps_a_split * tile.block_keys)[owner]
     item_start = aligned_start[owner] + rank * keys_a_split
     item_end = np.minimum(item_start + keys_a_split, kv_end[owner])
@@ -125,7 +126,7 @@ def _tiles(
     if num_queries.max() <= tile.block_queries:
         return requests, np.zeros_like(num_queries), num_queries
     num_tiles = -(-num_queries // tile.block_queries)
-    first_rank = _ranks(num_tiles) * tile.block_queries
+    first_rank = ranks(num_tiles) * tile.block_queries
     queries = np.minimum(np.repeat(num_queries, num_tiles) - first_rank, tile.block_queries)
     return np.repeat(requests, num_tiles), first_rank, queries
 
@@ -173,7 +174,7 @@ def _merges(
     """One entry for each query of each split tile: [num_merges, MERGE_FIELDS]."""
     members = np.flatnonzero(is_split)
     owner = np.repeat(members, queries[members])
-    rank = _ranks(queries[members])
+    rank = ranks(queries[members])
     merges = np.empty((len(owner), MERGE_FIELDS), dtype=np.int32)
     merges[:, 0] = first_token[owner] + rank
     merges[:, 1] = tile_row[owner] + rank
@@ -184,11 +185,3 @@ def _merges(
 
 _NO_MERGES: Int32Array = np.empty((0, MERGE_FIELDS), dtype=np.int32)
 _NOTHING = WorkList(np.empty((0, ITEM_FIELDS), dtype=np.int32), _NO_MERGES, 0)
-
-
-def _ranks(counts: _Indices) -> _Indices:
-    """0, 1, ... within each group: [sum(counts)] for groups of `counts` members."""
-    ends: _Indices = np.cumsum(counts)
-    total = int(ends[-1]) if len(ends) else 0
-    ranks: _Indices = np.arange(total, dtype=np.int64) - np.repeat(ends - counts, counts)
-    return ranks
