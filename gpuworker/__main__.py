@@ -6,7 +6,6 @@ import os
 import platform
 import sys
 import time
-from collections.abc import Coroutine
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from typing import Any
@@ -96,36 +95,28 @@ async def serve(
             service.set_engine(loading.result())
             keep_for_good()
             server.set_serving(True)
-            is_device_lost = await _first(service.device_lost(), stopping)
+            lost = asyncio.create_task(service.device_lost())
+            await asyncio.wait([lost, stopping], return_when=asyncio.FIRST_COMPLETED)
             server.set_serving(False)
-            if is_device_lost:
-                logger.critical("the device has failed; what starts us must start us again")
+            if not lost.cancel():
+                logger.critical("the device has failed; start this worker again")
                 is_thread_busy, status = True, _DEVICE_LOST
             elif not await service.drain(serving.drain_timeout_s):
                 logger.warning("stopping with requests that are not finished")
                 is_thread_busy = True
     finally:
         stopping.cancel()
-        # An open stream would be cancelled in its last lines, which need the model's thread.
+        # Otherwise the server would cancel an open stream while its handler cleans up, which
+        # needs the model's thread.
         service.close_stream()
         await server.stop(_CLOSE_STREAMS_S)
         traces.shutdown()
     model_thread.shutdown(wait=False, cancel_futures=True)
     if is_thread_busy:
         # A load or a step cannot be interrupted, and the interpreter would wait for its thread;
-        # after a fault, freeing what is on the device can wait for ever.
+        # after a fault, freeing the device's memory can wait for ever.
         sys.stderr.flush()
         os._exit(status)
-
-
-async def _first(one: Coroutine[Any, Any, None], other: "asyncio.Task[Any]") -> bool:
-    """Whether `one` ends before `other`; if not, `one` is cancelled."""
-    task = asyncio.create_task(one)
-    await asyncio.wait([task, other], return_when=asyncio.FIRST_COMPLETED)
-    if task.done():
-        return True
-    task.cancel()
-    return False
 
 
 def _load(settings: WorkerSettings, kv_cache: KvCacheSettings) -> Any:

@@ -13,7 +13,9 @@ class WorkerSettings(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
     model: Annotated[
         str, help_text("GGUF file, Hugging Face folder, or a name that can be fetched.")
     ] = ""
-    model_name: Annotated[str, help_text("What requests call it; the model's own by default.")] = ""
+    model_name: Annotated[
+        str, help_text("The model's name in requests; the model's own by default.")
+    ] = ""
     worker_id: Annotated[
         str, help_text("Stable name, another for each worker; the host's by default.")
     ] = ""
@@ -32,7 +34,7 @@ class WorkerSettings(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
         int | None, help_text("Tokens in one step; 512 on a CPU, 8192 on a GPU.")
     ] = None
     role: Annotated[
-        Literal["mixed", "prefill", "decode"], help_text("What schedulers use it for.")
+        Literal["mixed", "prefill", "decode"], help_text("What schedulers use this worker for.")
     ] = "mixed"
     num_threads: Annotated[
         int | None, help_text("CPU threads; as many as physical cores by default.")
@@ -75,8 +77,8 @@ class KvCacheSettings(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
     gpu_memory_utilization: Annotated[
         float,
         help_text(
-            "Share of a GPU's memory that may be used, by whomever; the pool takes what weights, "
-            "the largest step and CUDA graphs leave of it.",
+            "Share of a GPU's memory that all processes together may use; the pool gets what "
+            "weights, the largest step and CUDA graphs leave.",
             gt=0,
             le=1,
         ),

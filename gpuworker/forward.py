@@ -40,7 +40,7 @@ class Forward:
         decoder: the model.
         attention: the backend.
         kv: one pool per layer; changed by every step.
-        staging: the way to the device.
+        staging: sends inputs to the device.
         last_tokens: [max_num_seqs] int32, each row's last token on the device.
     """
 
@@ -63,12 +63,12 @@ class Forward:
         self._graph_logits = torch.empty(0, device=decoder.device)
 
     def capture(self, sizes: Sequence[int], recorder: GraphRecorder, progress: ReportCount) -> None:
-        """Captures steps without prefill chunks, the largest first: smaller ones reuse its memory.
+        """Captures steps without chunks, the largest first: smaller steps reuse the memory.
 
         Args:
             sizes: padded numbers of tokens, in rising order.
             recorder: of the device.
-            progress: told how many of how many are recorded.
+            progress: told how many sizes are captured.
         """
         if not sizes:
             return
@@ -153,7 +153,7 @@ def fed(token_ids: torch.Tensor, last_tokens: torch.Tensor) -> torch.Tensor:
     """Token ids, with tokens that the host does not know yet read from the last step's output.
 
     Args:
-        token_ids: [num_tokens] int32; -1 - row where it is that row's last token.
+        token_ids: [num_tokens] int32; -1 - row stands for that row's last token.
         last_tokens: [max_num_seqs] int32.
     """
     rows = token_ids.bitwise_not().clamp_(min=0)

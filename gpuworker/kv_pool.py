@@ -12,7 +12,7 @@ from gpuworker.attention.interface import KvShape, LayerKv
 from gpuworker.models.config import ModelConfig
 
 # Share of the memory that is free once the model is loaded. Other services, the page cache and
-# activations want theirs; pages are only taken when first written.
+# activations need memory, too; pages are only taken when first written.
 CPU_MEMORY_SHARE = 0.4
 
 
@@ -33,7 +33,7 @@ def num_blocks_that_fit(pool_bytes: int, bytes_per_block: int, max_useful_blocks
     Args:
         pool_bytes: memory for the pool.
         bytes_per_block: see block_bytes.
-        max_useful_blocks: what all rows at full length need; more would never be used.
+        max_useful_blocks: blocks that all rows at full length need.
 
     Raises:
         KvPoolError: not even one block besides the null block fits.
@@ -83,7 +83,7 @@ def kv_shape(config: ModelConfig, num_blocks: int, block_size: int) -> KvShape:
 
 
 def _available_host_bytes() -> int:
-    """What the kernel and the control group leave us; 2 GiB where neither can be asked."""
+    """Memory that the kernel and the control group leave; 2 GiB where neither tells."""
     limits = [2 << 30]
     if sys.platform == "linux":
         meminfo = Path("/proc/meminfo").read_text(encoding="ascii")
@@ -96,7 +96,7 @@ def _available_host_bytes() -> int:
 
 
 def _control_group_bytes(group: Path) -> int | None:
-    """What is left below memory.max (control groups v2), or None where there is no limit."""
+    """Bytes left below memory.max (control groups v2), or None where there is no limit."""
     try:
         limit = (group / "memory.max").read_text(encoding="ascii").strip()
         used = int((group / "memory.current").read_text(encoding="ascii"))

@@ -1,4 +1,4 @@
-"""What this machine has, and how the libraries below torch are to use it."""
+"""The machine's cores and GPU driver, and settings of the libraries below torch."""
 
 import ctypes
 import os
@@ -12,7 +12,7 @@ _M_MMAP_THRESHOLD = -3
 def num_compute_threads() -> int:
     """Physical cores this process may use, within its control group's quota; at least 1.
 
-    Two threads of one core share its vector units: more threads than cores only add waiting.
+    Two threads of a core share its vector units, so more threads than cores only add waiting.
     """
     if sys.platform != "linux":
         return max((os.cpu_count() or 2) // 2, 1)
@@ -24,13 +24,13 @@ def num_compute_threads() -> int:
 def prepare_libraries() -> None:
     """Sets what the libraries below torch read from the environment; before torch computes.
 
-    Threads that spin while they wait for each other are fastest on an idle machine and ruinous on a
-    busy one, where the thread waited for is not running: 9 times slower steps were measured.
+    Threads that spin while they wait for each other are fastest on an idle machine. On a busy
+    machine the awaited thread may not be running; steps 9 times slower were measured.
 
     MKL chooses its kernel by the size of a product, and kernels add in different orders, so that
     the bits of a row depend on the number of rows. This was measured on an Intel processor limited
-    to AVX2; an AMD processor did not show it. MKL's strict mode prevents it. On processors of other
-    makers that mode may fall back to SSE2, so it is left off there.
+    to AVX2, and not on an AMD processor. MKL's strict mode makes the order fixed. On processors of
+    other makers the strict mode may fall back to SSE2, so the mode stays off there.
     """
     os.environ.setdefault("OMP_WAIT_POLICY", "PASSIVE")
     if "GenuineIntel" in _vendor():
@@ -67,7 +67,7 @@ def gpu_driver(devices: Path = Path("/dev")) -> str | None:
 
 
 def _vendor() -> str:
-    """The processor's maker as the kernel has it; empty where it does not say."""
+    """The line of /proc/cpuinfo that names the processor's maker; empty if there is none."""
     try:
         lines = Path("/proc/cpuinfo").read_text(encoding="utf-8").splitlines()
     except OSError:
@@ -76,7 +76,7 @@ def _vendor() -> str:
 
 
 def _siblings(cpu: int) -> str:
-    """The hardware threads of a CPU's core, or the CPU itself where the kernel does not say."""
+    """The hardware threads of a CPU's core; the CPU itself if the kernel does not list them."""
     file = Path(f"/sys/devices/system/cpu/cpu{cpu}/topology/thread_siblings_list")
     try:
         return file.read_text(encoding="ascii")

@@ -32,7 +32,7 @@ _GIB = 1 << 30
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class MemoryBudget:
-    """Where a device's bytes go; utilization is the share of the total that may be used."""
+    """How a device's memory is divided; utilization is the share of the total that may be used."""
 
     total: int
     utilization: float
@@ -81,14 +81,14 @@ def measure(
     graph_sizes: Sequence[int],
     make_recorder: Callable[[], GraphRecorder] | None,
 ) -> MemoryBudget:
-    """Runs the largest step, and captures two graphs, to see what they take.
+    """Measures the memory of the largest step and of two captured graphs.
 
     Args:
         make_runner: a runner with a pool of NUM_PROFILE_BLOCKS blocks; the weights are loaded.
-        memory: of its device.
+        memory: of the runner's device.
         utilization: share of the device's memory that may be used, by all processes together.
         graph_sizes: sizes that will be captured, in rising order.
-        make_recorder: how they will be.
+        make_recorder: makes the recorder of graphs; None without graphs.
 
     Raises:
         KvPoolError: nothing is left.
@@ -139,7 +139,10 @@ def largest_step(limits: BatchLimits) -> ReceivedPlan:
 def _graph_bytes(
     runner: ModelRunner, memory: MemoryReader, sizes: Sequence[int], recorder: GraphRecorder
 ) -> int:
-    """Memory of all graphs, from two: the largest allocates what all share, the others less."""
+    """Memory of all graphs, extrapolated from the two largest.
+
+    The largest graph allocates the memory that all graphs share; every further graph takes less.
+    """
     taken = []
     for size in sizes[-1:-3:-1]:
         memory.reset()

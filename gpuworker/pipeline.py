@@ -1,6 +1,6 @@
-"""The threads of a step: the model's thread starts and finishes it, another waits in between.
+"""The threads of a step: the model's thread starts and finishes steps, another thread waits.
 
-So the model's thread can start the next step while the device works on the current one. On a CPU a
+While the other thread waits for the device, the model's thread can start the next step. On a CPU a
 step is complete when it has been started, and only the model's thread is used.
 """
 
@@ -30,7 +30,7 @@ class StepPipeline:
         """Runs a step; `launch` and `finish` are called on the model's thread.
 
         Returns:
-            Its result, or what `launch` or `finish` raised; it cannot be cancelled.
+            The step's result, or the exception of `launch` or `finish`; cannot be cancelled.
         """
         result: Future[ExecutedStep] = Future()
         result.set_running_or_notify_cancel()
@@ -43,7 +43,7 @@ class StepPipeline:
             if step.is_done:
                 result.set_result(finish(step))
                 return
-        except BaseException as error:  # noqa: BLE001 - it is the caller's
+        except BaseException as error:  # noqa: BLE001 raised from the future
             result.set_exception(error)
             return
         self._waiting_thread.submit(self._wait, step, partial(_settle, finish, step, result))
@@ -52,7 +52,7 @@ class StepPipeline:
         failure = None
         try:
             step.wait()
-        except BaseException as error:  # noqa: BLE001 - it is the caller's
+        except BaseException as error:  # noqa: BLE001 raised from the future
             failure = error
         self._model_thread.submit(settle, failure)
 
@@ -66,7 +66,7 @@ def _settle(
     """Finishes the step even if the wait failed, because the runner keeps count of its steps."""
     try:
         outcome = finish(step)
-    except BaseException as error:  # noqa: BLE001 - it is the caller's
+    except BaseException as error:  # noqa: BLE001 raised from the future
         failure = failure or error
     if failure is not None:
         result.set_exception(failure)

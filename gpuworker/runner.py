@@ -1,9 +1,10 @@
 """Runs the model: one plan in, one forward pass over its flat mixed batch, one result out.
 
-A step has two halves. `launch` applies a plan and starts everything, the copy of its results
-included, and waits for nothing; `PendingStep.finish` waits for that copy. The next plan may be
+A step has two halves. `launch` applies a plan, starts all device work and the copy of the results,
+and waits for nothing; `PendingStep.finish` waits for that copy. The next plan may be
 launched in between: its input tokens that are not known on the host yet are read on the device. The
-runner owns the rows and the KV pool and is used by one thread. It knows no wire and no schedule.
+runner owns the rows and the KV pool and is used by one thread. The runner knows no wire format and
+no schedule.
 """
 
 from collections import deque
@@ -90,7 +91,7 @@ class ModelRunner:
     Args:
         forward: the model.
         sampler: chooses tokens.
-        transfers: the way to the device and back.
+        transfers: copies to the device and back.
         limits: sizes of the rows and of the pool.
         clock: seconds, for elapsed_s.
         num_spec_tokens: at most so many drafts are proposed for each row; 0 is none.
@@ -260,7 +261,7 @@ class ModelRunner:
     def _propose(self, batch: FlatBatch, counts: Int32Array) -> tuple[Int32Array, Int32Array]:
         """Drafts for rows that sampled: how many for each, [num_reqs] or [0], and all of them.
 
-        No drafts are proposed while another step is launched: it could not use them.
+        No drafts are proposed while another step is in flight, which could not use them.
         """
         if not self._num_spec_tokens or self._pending:
             return EMPTY_INT32, EMPTY_INT32

@@ -23,7 +23,7 @@ from headrace.parameters import PARAMETERS, Column, Stage
 
 # Kernels are compiled for sections that begin at multiples of 16 bytes.
 _ALIGNED = 4
-# Behind the columns of the rows: drafts before a sample, and how many output tokens precede it.
+# After the columns of the rows: the drafts and the number of output tokens before each sample.
 _NUM_WORDS = len(WORD_COLUMNS) + 2
 _NUM_LONGS = len(LONG_COLUMNS) + 1
 _NUM_VERIFICATION_COLUMNS = 3
@@ -35,7 +35,7 @@ _Array = TypeVar("_Array", Int32Array, torch.Tensor)
 
 @dataclass(frozen=True, slots=True)
 class StepSizes:
-    """What decides where a step's sections lie."""
+    """The sizes that decide where a step's sections begin."""
 
     num_padded_tokens: int
     num_logits: int  # rows of hidden states that logits are made of, padding included
@@ -46,7 +46,7 @@ class StepSizes:
 
 @dataclass(frozen=True, slots=True)
 class SampleColumns:
-    """What choosing tokens needs; [num_samples] each unless said otherwise."""
+    """The sampler's inputs; [num_samples] each unless said otherwise."""
 
     rows: torch.Tensor  # int64, row of the persistent batch
     slots: torch.Tensor  # int32, the same
@@ -59,7 +59,7 @@ class SampleColumns:
 
 @dataclass(frozen=True, slots=True)
 class StepInputs:
-    """A step on the device, until the next one is sent."""
+    """A step on the device, valid until the next step is sent."""
 
     token_ids: torch.Tensor  # [num_padded_tokens] int32; negative where `core` says unknown
     positions: torch.Tensor  # [num_padded_tokens] int32
@@ -72,7 +72,7 @@ class InputStaging:
 
     Args:
         limits: of a step.
-        device: where the model is.
+        device: the model's device.
     """
 
     def __init__(self, limits: BatchLimits, device: torch.device) -> None:
@@ -83,7 +83,7 @@ class InputStaging:
         self._views = lru_cache(_NUM_KEPT_VIEWS)(self._make_views)
 
     def send(self, batch: FlatBatch, slots: RequestSlots, sizes: StepSizes) -> StepInputs:
-        """Starts the copy of a step, which overwrites the last one in the device's order."""
+        """Starts the copy of a step, which overwrites the previous step in stream order."""
         sections = _sections(sizes)
         values = self._ring.reserve(sections.end)
         _fill(sections.token_ids(values), batch.token_ids)
@@ -98,7 +98,7 @@ class InputStaging:
         return self._views(sizes)
 
     def at(self, sizes: StepSizes) -> StepInputs:
-        """Where steps of these sizes lie."""
+        """The device's views of steps of these sizes."""
         return self._views(sizes)
 
     def _make_views(self, sizes: StepSizes) -> StepInputs:
@@ -151,7 +151,7 @@ class InputStaging:
 
 @dataclass(frozen=True, slots=True)
 class _StepSections:
-    """Where each section of a step begins, in 32-bit integers, and their views."""
+    """Where each section of a step begins, in 32-bit integers, and views of the sections."""
 
     sizes: StepSizes
     starts: tuple[int, ...]

@@ -128,8 +128,3 @@ PARAMETERS: tuple[Parameter, ...] = tuple(
 )
 
 _OFF_BY_NAME = {parameter.name: parameter.off for parameter in PARAMETERS}
-
-
-def names_of(stage: Stage) -> tuple[str, ...]:
-    """The parameters of a stage, in order."""
-    return tuple(parameter.name for parameter in PARAMETERS if parameter.stage is stage)

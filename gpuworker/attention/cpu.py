@@ -29,7 +29,7 @@ from gpuworker.attention.interface import (
 TILE = 128
 # With fewer rows BLAS uses a matrix-vector kernel, which sums in another order.
 MIN_ROWS = 4
-# Queries per piece of a long prefill, so that the scores about fit the caches:
+# Queries per piece of a long prefill, so that the scores roughly fit the caches:
 # 128 * 9 heads * 2048 keys is 9 MB.
 MAX_QUERIES = 128
 

@@ -61,7 +61,7 @@ class FlashInferAttention(AttentionBackend):
         if setup.dtype not in _DTYPES or setup.shape.head_dim not in _HEAD_DIMS:
             raise FlashInferUnavailableError(
                 f"flashinfer has no code for {setup.dtype} and heads of {setup.shape.head_dim}; "
-                "it takes float16 or bfloat16 and heads of 64, 128 or 256"
+                "flashinfer takes float16 or bfloat16 and heads of 64, 128 or 256"
             )
         self.setup = setup
         self.device = device

@@ -20,6 +20,8 @@ from gpuworker.attention.interface import (
     StepShape,
 )
 from gpuworker.attention.native_library import NativeUnavailableError, load_library
+from gpuworker.core.plan import Int32Array
+from gpuworker.core.ragged import ranks
 
 TILE = 16
 # Rows per piece, so that its queries, keys and outputs fit the first-level cache.
@@ -153,7 +155,7 @@ class _NativeStep(PreparedStep):
         )
 
 
-def _cut(num_queries: NDArray[np.integer], max_queries: int) -> NDArray[np.int32]:
+def _cut(num_queries: Int32Array, max_queries: int) -> NDArray[np.int32]:
     """Cuts requests into pieces of at most max_queries.
 
     Returns:
@@ -161,8 +163,7 @@ def _cut(num_queries: NDArray[np.integer], max_queries: int) -> NDArray[np.int32
     """
     counts = -(-num_queries // max_queries)
     request = np.repeat(np.arange(len(num_queries)), counts)
-    rank = np.arange(len(request)) - np.repeat(np.cumsum(counts) - counts, counts)
-    first = rank * max_queries
+    first = ranks(counts) * max_queries
     size = np.minimum(num_queries[request] - first, max_queries)
     return np.ascontiguousarray(np.stack([request, first, size], axis=1), dtype=np.int32)
 

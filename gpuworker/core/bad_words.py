@@ -15,8 +15,8 @@ class BadWords:
     """The forbidden token sequences of one request.
 
     Args:
-        sequences: each of one token or more; one with a token outside the vocabulary can never
-            come out, and is left out.
+        sequences: each of one token or more; a sequence with a token outside the vocabulary can
+            never be generated, and is ignored.
         vocab_size: token ids are in [0, vocab_size).
     """
 

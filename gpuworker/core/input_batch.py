@@ -1,8 +1,8 @@
 """The persistent input batch: what each row holds, and the flat batch of one step.
 
 Rows keep their tokens and block tables between steps; a plan only brings changes, and the flat
-batch is gathered from the rows with vector operations. It decides nothing about the schedule: a
-plan that does not fit the rows is refused as a PlanError.
+batch is gathered from the rows with vector operations. The batch decides nothing about the
+schedule: a plan that does not fit the rows is refused as a PlanError.
 """
 
 from dataclasses import dataclass
@@ -57,8 +57,8 @@ class FlatBatch:
     num_samples: Int32Array  # [num_reqs] 0 for an unfinished prefill, else 1 + drafts
     logits_indices: Int64Array  # [num_samples] index into token_ids whose logits are sampled
     sample_rows: Int32Array  # [num_samples] row of each
-    sample_positions: Int64Array  # [num_samples] how many output tokens precede it
-    sample_num_tokens: Int64Array  # [num_samples] tokens of the row before it, drafts included
+    sample_positions: Int64Array  # [num_samples] number of output tokens before the sample
+    sample_num_tokens: Int64Array  # [num_samples] tokens of the row before the sample, with drafts
     num_draft_tokens: Int32Array  # [num_reqs]
     draft_token_ids: Int32Array  # [sum(num_draft_tokens)]
     prompt_indices: Int64Array  # [num_prompt_logprobs] index into token_ids, see `prompt_rows`
@@ -127,7 +127,7 @@ class InputBatch:
 
         Raises:
             PlanError: the plan contradicts itself or the rows. Rows may have changed by then, so
-                the stream that sent it must be ended.
+                the stream that sent the plan must be ended.
         """
         self._free(plan.freed_rows)
         for request in plan.row_requests:

@@ -1,7 +1,7 @@
-"""Drafts by prompt lookup: what followed the last time the same tokens stood here.
+"""Drafts by prompt lookup (Saxena, "Prompt Lookup Decoding", 2023).
 
-It costs a comparison per token of the row and no model; a wrong draft costs one row of a step.
-(Saxena, "Prompt Lookup Decoding", 2023.)
+The drafts are the tokens that followed the last earlier occurrence of the row's final tokens. A
+lookup compares each token of the row once and runs no model; a wrong draft costs one row of a step.
 """
 
 import numpy as np

@@ -1,4 +1,4 @@
-"""Plans that the worker receives and results that it returns, as columns over the rows of a step.
+"""Plans that the worker receives and results that the worker returns, as columns over rows.
 
 A row is the scheduler's stable slot for a running request and the row of the worker's persistent
 input batch.
@@ -19,7 +19,7 @@ EMPTY_INT32: Int32Array = np.empty(0, dtype=np.int32)
 
 
 class PlanError(Exception):
-    """A plan that contradicts itself or the worker's rows; nothing of it may be executed."""
+    """A plan that contradicts itself or the worker's rows; no part of the plan may be executed."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

@@ -1,4 +1,4 @@
-"""Checks of a plan, with messages that say what is wrong."""
+"""Checks of a plan; the error message names the column and the fault."""
 
 import numpy as np
 
@@ -51,7 +51,7 @@ def what_is_wrong(
     num_blocks: int,
     max_model_len: int,
 ) -> str:
-    """Says why the i-th row of a plan, called `name`, cannot advance as it says.
+    """Says why the i-th row of a plan, called `name`, cannot advance as the plan says.
 
     The row has num_tokens tokens and num_blocks KV blocks; if no other check fails, the blocks are
     too few.

@@ -34,7 +34,7 @@ _TYPES: dict[Column, type[np.generic]] = {
     Column.FLOAT64: np.float64,
     Column.INT32: np.int32,
 }
-# What a sampler reads of a row, in two tables, so that two `take`s gather a step's settings.
+# The columns that a sampler reads, in two tables, so that two `take`s gather a step's settings.
 WORD_COLUMNS = (
     "slot",  # the row itself
     "is_drawn",  # 0 where the likeliest token is taken
@@ -61,7 +61,7 @@ class RequestSlots:
     Args:
         max_num_seqs: number of rows.
         vocab_size: token ids are in [0, vocab_size).
-        eos_token_ids: tokens that end a request unless it ignores them.
+        eos_token_ids: tokens that end a request, unless the request ignores them.
     """
 
     def __init__(self, max_num_seqs: int, vocab_size: int, eos_token_ids: tuple[int, ...]) -> None:

@@ -1,1 +1,1 @@
-"""How a step's numbers reach a device and come back, and how launches are recorded."""
+"""Copies between host and device, CUDA graphs, and device memory."""

@@ -51,8 +51,10 @@ class CudaGraphRecorder(GraphRecorder):
 
 @cache
 def _stream() -> torch.cuda.Stream:
-    """The same for every recorder: each costs a workspace of the matrix library, tens of MiB that
-    stay when a recorder and its graphs, as those that memory is measured with, are gone.
+    """The stream of all recorders.
+
+    For each stream the matrix library allocates a workspace of tens of MiB and never frees it, so
+    the recorder that measures memory (`memory_profile`) and the final recorder share one stream.
     """
     return torch.cuda.Stream()  # type: ignore[no-untyped-call]
 
@@ -68,22 +70,22 @@ def recording() -> Iterator[None]:
 
 
 def is_recording() -> bool:
-    """Whether this code is being captured: it must not read values back from the device."""
+    """Whether this code is being captured; captured code must not read values from the device."""
     return _is_recording.get()
 
 
 def default_sizes(max_num_tokens: int) -> tuple[int, ...]:
-    """Padded sizes of steps without chunks: close enough that padding costs little.
+    """Padded sizes of steps without chunks, so close to each other that padding costs little.
 
     Args:
-        max_num_tokens: of such a step.
+        max_num_tokens: the most tokens of such a step.
     """
     most = min(max_num_tokens, _MAX_GRAPH_TOKENS)
     return checked_sizes((1, 2, 4, *range(8, most, 8), most), max_num_tokens)
 
 
 def checked_sizes(sizes: Sequence[int], max_num_tokens: int) -> tuple[int, ...]:
-    """Sizes in rising order, each once, without those that no step has.
+    """Distinct sizes in rising order; sizes above max_num_tokens become max_num_tokens.
 
     Raises:
         ValueError: a size is not positive.

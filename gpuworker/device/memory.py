@@ -1,4 +1,4 @@
-"""How much of a device's memory is used: by tensors, by others, or not at all."""
+"""How much of a device's memory is free, used by tensors, or used by others."""
 
 import gc
 from dataclasses import dataclass

@@ -1,22 +1,22 @@
-"""How a step's integers reach the device: one copy, from pinned memory that is not yet reused."""
+"""Sends a step's integers to the device with one copy from pinned memory."""
 
 import torch
 
 from gpuworker.core.plan import Int32Array
 
-# Two steps may be on their way while a third is made.
+# Two steps may be in flight while a third is prepared.
 _NUM_BUFFERS = 3
 
 
 class StagingRing:
-    """One device buffer at a fixed address, fed from a few pinned ones in turn.
+    """A device buffer at a fixed address, filled in turn from a few pinned host buffers.
 
-    The device buffer is overwritten in stream order: the previous step's kernels have read it by
-    then. A pinned buffer is only reused when its copy is done.
+    The device buffer is overwritten in stream order, after the previous step's kernels have read
+    it. A pinned buffer is reused only after its copy is complete.
 
     Args:
-        capacity: integers that the largest step has.
-        device: where the device buffer lives.
+        capacity: number of integers in the largest step.
+        device: the device of the buffer.
     """
 
     def __init__(self, capacity: int, device: torch.device) -> None:
@@ -37,11 +37,11 @@ class StagingRing:
 
     @property
     def device_buffer(self) -> torch.Tensor:
-        """[capacity]; begins with what was sent last."""
+        """[capacity]; begins with the integers that were sent last."""
         return self._device_buffer
 
     def reserve(self, num_values: int) -> Int32Array:
-        """A host buffer for the next step: [num_values], to be filled before `send`."""
+        """A host buffer for the next step: [num_values]; fill the buffer, then call `send`."""
         assert num_values <= len(self._device_buffer), "step is larger than its limits"
         self._turn = (self._turn + 1) % len(self._host_buffers)
         if self._is_cuda:
@@ -50,7 +50,7 @@ class StagingRing:
         return self._host_views[self._turn][:num_values]
 
     def send(self) -> torch.Tensor:
-        """Starts copying what was reserved to the device.
+        """Starts the copy of the reserved host buffer to the device.
 
         Returns:
             [capacity] the device buffer, which begins with these values until the next call.

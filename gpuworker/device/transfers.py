@@ -1,4 +1,4 @@
-"""Small copies between host and device that the host does not wait for."""
+"""Small asynchronous copies between host and device."""
 
 from typing import Any, Protocol
 
@@ -8,7 +8,7 @@ from numpy.typing import NDArray
 
 
 class DeviceEvent(Protocol):
-    """A point in a device's work."""
+    """A point in a device's queue of work."""
 
     def query(self) -> bool:
         """Whether the device has reached this point."""
@@ -18,19 +18,19 @@ class DeviceEvent(Protocol):
 
 
 class Transfers(Protocol):
-    """Copies in the order of the device's work."""
+    """Asynchronous copies, executed in the order in which they were started."""
 
     def to_device(self, values: NDArray[Any]) -> torch.Tensor:
-        """A copy on the device; `values` may not change until the device has taken it."""
+        """A copy on the device; `values` must not change until the copy is complete."""
 
     def to_host(self, values: torch.Tensor) -> torch.Tensor:
-        """A copy on the host, valid once an event recorded later has passed.
+        """A copy on the host, valid after an event that is recorded later has passed.
 
-        `values` must not be written to any more.
+        `values` must not be written to afterwards.
         """
 
     def mark(self) -> DeviceEvent:
-        """An event after all work that was started so far."""
+        """Records an event after all work that was started so far."""
 
 
 class HostTransfers(Transfers):
@@ -47,9 +47,9 @@ class HostTransfers(Transfers):
 
 
 class CudaTransfers(Transfers):
-    """Through pinned memory, on the current stream.
+    """Copies through pinned memory, on the current stream.
 
-    Torch keeps pinned memory that is freed until the copies from and to it are done.
+    Torch does not reuse freed pinned memory before the copies from and to that memory are complete.
     """
 
     def __init__(self, device: torch.device) -> None:

@@ -3,6 +3,7 @@
 import math
 from collections.abc import Callable
 from dataclasses import replace
+from functools import partial
 from typing import Any
 
 from gpuworker.models.config import AttentionConfig, ExpertsConfig, LayerConfig, ModelConfig, Rope
@@ -104,10 +105,6 @@ def _llama(hf: HfConfig) -> ModelConfig:
     )
 
 
-def _mistral(hf: HfConfig) -> ModelConfig:
-    return _base(hf, "mistral")
-
-
 def _qwen2(hf: HfConfig) -> ModelConfig:
     config = _base(_with_qwen_windows(hf), "qwen2")
     return replace(config, attention=replace(config.attention, qkv_bias=True))
@@ -177,10 +174,6 @@ def _smollm3(hf: HfConfig) -> ModelConfig:
     )
 
 
-def _phi3(hf: HfConfig) -> ModelConfig:
-    return _base(hf, "phi3")
-
-
 def _gemma2(hf: HfConfig) -> ModelConfig:
     if hf.get("layer_types") is None:
         kinds = ["full_attention" if i % 2 else "sliding_attention" for i in range(_depth(hf))]
@@ -245,11 +238,11 @@ def _depth(hf: HfConfig) -> int:
 
 _BUILDERS: dict[str, Callable[[HfConfig], ModelConfig]] = {
     "LlamaForCausalLM": _llama,
-    "MistralForCausalLM": _mistral,
+    "MistralForCausalLM": partial(_base, family="mistral"),
     "Qwen2ForCausalLM": _qwen2,
     "Qwen3ForCausalLM": _qwen3,
     "SmolLM3ForCausalLM": _smollm3,
-    "Phi3ForCausalLM": _phi3,
+    "Phi3ForCausalLM": partial(_base, family="phi3"),
     "Gemma2ForCausalLM": _gemma2,
     "Gemma3ForCausalLM": _gemma3,
     "MixtralForCausalLM": _mixtral,

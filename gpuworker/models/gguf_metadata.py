@@ -116,10 +116,6 @@ class GgufMetadata:
         }
 
 
-def _nothing(_metadata: GgufMetadata) -> dict[str, Any]:
-    return {}
-
-
 def _qwen3_moe(metadata: GgufMetadata) -> dict[str, Any]:
     return {
         "moe_intermediate_size": int(metadata.model("expert_feed_forward_length")),
@@ -153,12 +149,12 @@ def _gemma2(metadata: GgufMetadata) -> dict[str, Any]:
 
 # GGUF architecture -> Hugging Face architecture, and a builder of its additional keys.
 _ARCHITECTURES: dict[str, tuple[str, Callable[[GgufMetadata], dict[str, Any]]]] = {
-    "llama": ("LlamaForCausalLM", _nothing),
-    "qwen2": ("Qwen2ForCausalLM", _nothing),
-    "qwen3": ("Qwen3ForCausalLM", _nothing),
+    "llama": ("LlamaForCausalLM", lambda _: {}),
+    "qwen2": ("Qwen2ForCausalLM", lambda _: {}),
+    "qwen3": ("Qwen3ForCausalLM", lambda _: {}),
     "qwen3moe": ("Qwen3MoeForCausalLM", _qwen3_moe),
     "smollm3": ("SmolLM3ForCausalLM", _smollm3),
-    "phi3": ("Phi3ForCausalLM", _nothing),
+    "phi3": ("Phi3ForCausalLM", lambda _: {}),
     "gemma2": ("Gemma2ForCausalLM", _gemma2),
     "gemma3": ("Gemma3ForCausalLM", _gemma),
 }

@@ -44,11 +44,7 @@ def make_linear(weight: torch.Tensor, bias: torch.Tensor | None) -> Linear:
 
 def is_repacked(device: torch.device, dtype: torch.dtype) -> bool:
     """Whether products on this device repack weights, so that rows cannot be read from them."""
-    return device.type == "cpu" and _can_pack(dtype)
-
-
-def _can_pack(dtype: torch.dtype) -> bool:
-    if not torch.backends.mkldnn.is_available():  # type: ignore[no-untyped-call]
+    if device.type != "cpu" or not torch.backends.mkldnn.is_available():  # type: ignore[no-untyped-call]
         return False
     if dtype == torch.bfloat16:
         return bool(_onednn._is_mkldnn_bf16_supported())  # noqa: SLF001

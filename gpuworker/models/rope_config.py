@@ -64,11 +64,6 @@ def _llama3(rope: Rope, parameters: HfConfig, _hf: HfConfig) -> Rope:
     return replace(rope, scaling=scaling)
 
 
-def _dynamic(rope: Rope, _parameters: HfConfig, _hf: HfConfig) -> Rope:
-    """Dynamic scaling applies only past max_position_embeddings, which no request exceeds."""
-    return rope
-
-
 def _yarn(rope: Rope, parameters: HfConfig, hf: HfConfig) -> Rope:
     """Divides low frequencies, keeps high ones, interpolates between (Peng et al., YaRN, 2023)."""
     original = _original_length(parameters, hf)
@@ -130,7 +125,7 @@ def _original_length(parameters: HfConfig, hf: HfConfig) -> int:
 _KINDS: dict[str, Callable[[Rope, HfConfig, HfConfig], Rope]] = {
     "default": _default,
     "linear": _linear,
-    "dynamic": _dynamic,
+    "dynamic": _default,  # applies only past max_position_embeddings, which no request exceeds
     "yarn": _yarn,
     "llama3": _llama3,
     "longrope": _longrope,

@@ -1,9 +1,9 @@
 """The GpuWorker service: plans in, results out, one stream at a time.
 
 The model runs on its own thread, so that health checks, keepalive and the next plan are served
-during a long step. Steps are started in the order they came, the next one while the device is at
-work on the last; the stream's reader hands them over as they arrive, its writer answers as they
-finish.
+during a long step. Steps start in the order of their plans; a step may start while the device works
+on the step before. The stream's reader submits plans as they arrive, and its writer sends results
+as steps finish.
 """
 
 import asyncio
@@ -39,7 +39,7 @@ from headrace.vocabulary import WorkerRole
 logger = logging.getLogger(__name__)
 
 FULL_NAME = "headrace.v1.GpuWorker"
-# Plans taken ahead of the one that runs; a scheduler sends one or two.
+# Plans read ahead of the running step; a scheduler sends one or two.
 _MAX_PLANS_AHEAD = 8
 _LOADING_RETRY_S = 1.0
 
@@ -79,7 +79,7 @@ class _Stream:
 
 
 class GpuWorkerService(gpuworker_pb2_grpc.GpuWorkerServicer):
-    """Serves one loaded model; until it is set, calls are UNAVAILABLE.
+    """Serves a model; until the model is loaded, calls are UNAVAILABLE.
 
     Args:
         identity: of this worker.
@@ -107,7 +107,7 @@ class GpuWorkerService(gpuworker_pb2_grpc.GpuWorkerServicer):
         self._engine = engine
 
     async def device_lost(self) -> None:
-        """Waits until the device has failed under a step: this process cannot use it again."""
+        """Waits until the device has failed in a step: this process cannot use the device again."""
         await self._is_device_lost.wait()
 
     async def drain(self, timeout_s: float) -> bool:
@@ -201,7 +201,7 @@ class GpuWorkerService(gpuworker_pb2_grpc.GpuWorkerServicer):
         return self._engine
 
     def _replace_stream(self) -> _Stream:
-        """Makes a new stream the current one and ends the old one."""
+        """Ends the current stream and returns a new stream, which becomes current."""
         self._end_stream(
             aborted("STREAM_REPLACED", "another Execute stream has taken this worker over")
         )
@@ -209,7 +209,7 @@ class GpuWorkerService(gpuworker_pb2_grpc.GpuWorkerServicer):
         return self._stream
 
     def _end_stream(self, error: ServiceError) -> None:
-        """Ends the current stream, if there is one; what it has queued is dropped."""
+        """Ends the current stream, if any, and drops the plans that the stream has queued."""
         if self._stream is not None and self._stream.is_current:
             self._stream.is_current = False
             self._stream.results.put_nowait(error)
@@ -245,7 +245,7 @@ class GpuWorkerService(gpuworker_pb2_grpc.GpuWorkerServicer):
         return self._noted(asyncio.get_running_loop().run_in_executor(self._model_thread, work))
 
     def _noted(self, future: "asyncio.Future[T]") -> "asyncio.Future[T]":
-        """Counts work in flight until it is done."""
+        """Counts the work as in flight until the future is done."""
         self._num_queued += 1
         self._is_idle.clear()
         future.add_done_callback(self._note_done)
@@ -253,7 +253,7 @@ class GpuWorkerService(gpuworker_pb2_grpc.GpuWorkerServicer):
 
     def _note_done(self, future: "asyncio.Future[Any]") -> None:
         self._num_queued -= 1
-        # With nothing queued, the model's thread is not using the rows: they can be looked at.
+        # With nothing queued, the model's thread does not change the rows, so this thread may read.
         if self._num_queued == 0 and not self._require_engine().runner.num_requests:
             self._is_idle.set()
         # Marks the error as retrieved: no writer waits for a step whose stream has ended.
@@ -291,7 +291,7 @@ def _if_current(stream: _Stream, work: Callable[[], T]) -> T:
 
 
 def _begin_span(plan: ReceivedPlan) -> Span:
-    """A traced step, from when its plan came to its result."""
+    """A span from the arrival of a step's plan to the step's result."""
     attributes = {
         "headrace.step_id": plan.step_id,
         "headrace.num_reqs": plan.num_reqs,

@@ -17,7 +17,7 @@ from headrace.service.columns import pack_int32, unpack_int32
 from headrace.service.sampling import check_values
 from headrace.v1 import common_pb2, gpuworker_pb2
 
-# What a column of settings holds.
+# The largest value of an int32 column of settings.
 _MAX_INT32 = 2**31 - 1
 
 _INT32_COLUMNS = (
@@ -101,7 +101,7 @@ def _sampling(message: common_pb2.SamplingParams) -> SamplingSettings:
 
 
 def _number(message: common_pb2.SamplingParams, parameter: Parameter) -> Any:
-    """A parameter's value as its column can hold it, None where the message has none."""
+    """A parameter's value, limited to its column's range; None where the message has no value."""
     if not message.HasField(parameter.name):  # type: ignore[arg-type]
         return None
     value = getattr(message, parameter.name)

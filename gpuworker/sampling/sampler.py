@@ -70,7 +70,7 @@ class Sampler:
             batch: the step.
             rows: settings of every row.
         """
-        # The sum is not finite if any logit is not, and computing it reads the logits once.
+        # The sum is not finite if any logit is not, and computing the sum reads the logits once.
         is_finite = torch.isfinite(logits.sum(-1))
         if not len(logits):
             # A kernel cannot be launched with an empty grid.

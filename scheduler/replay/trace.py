@@ -48,16 +48,6 @@ def header(config: SchedulerConfig, name: str) -> TraceRecord:
     }
 
 
-def assemble(records: list[TraceRecord]) -> TraceRecord:
-    """A trace from a recording's records: the header, then its steps."""
-    first, *steps = records
-    trace: TraceRecord = {**first, "requests": dict(first.get("requests", {})), "steps": []}
-    for step in steps:
-        trace["requests"] |= step.get("requests", {})
-        trace["steps"].append({name: part for name, part in step.items() if name != "requests"})
-    return trace
-
-
 def request_record(request: NewRequest, arrival: int) -> TraceRecord:
     """A request in the trace format."""
     record: TraceRecord = {

@@ -11,7 +11,7 @@ from gpuworker.core.plan import SamplingSettings
 from gpuworker.core.request_slots import RequestSlots
 from gpuworker.rpc import wire
 from headrace.cli.app import main
-from headrace.parameters import PARAMETERS, Parameter, Stage, names_of
+from headrace.parameters import PARAMETERS, Parameter, Stage
 from headrace.service.errors import ServiceError
 from headrace.service.sampling import check_values
 from headrace.types import Sampling
@@ -68,6 +68,6 @@ def test_kernels_take_the_parameters_in_the_order_of_their_declaration() -> None
         (sampling.sample_tokens, Stage.DRAW),
     ):
         taken = list(inspect.signature(kernel.fn).parameters)
-        names = [name.removesuffix("_penalty") for name in names_of(stage)]
+        names = [p.name.removesuffix("_penalty") for p in PARAMETERS if p.stage is stage]
         at = [next(i for i, t in enumerate(taken) if t.startswith(name)) for name in names]
         assert at == list(range(at[0], at[0] + len(at)))

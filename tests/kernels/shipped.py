@@ -22,7 +22,7 @@ from gpuworker.kernels.ops import (
     StepTokens,
     Verification,
 )
-from headrace.parameters import Stage, names_of
+from headrace.parameters import PARAMETERS, Stage
 from tests.kernels.batches import Slots
 
 CPU = torch.device("cpu")
@@ -225,7 +225,7 @@ def _sampling_ops(target: Target) -> None:
         draft_starts=ints,
         draft_counts=ints,
         drafts=ints,
-        numbers=dict.fromkeys(names_of(Stage.ADJUST), floats),
+        numbers={p.name: floats for p in PARAMETERS if p.stage is Stage.ADJUST},
     )
     ops.adjust_logits(logits, adjustments)
     share = torch.ones(1, dtype=torch.float64)

@@ -8,9 +8,9 @@ import pytest
 from headrace.v1 import common_pb2, scheduler_pb2
 from scheduler.config import SchedulerSettings
 from scheduler.replay.replay import first_difference
-from scheduler.replay.trace import assemble
 from tests.scheduler.fake_gpuworker import FakeGpuWorker, expected_tokens
 from tests.scheduler.harness import router_to, running_scheduler, until
+from tests.scheduler.replay.assembling import assemble
 
 SLOW, QUICK = [11, 12, 13, 14, 15], [21, 22, 23]
 DEPTHS = pytest.mark.parametrize("depth", [1, 2])

@@ -9,9 +9,10 @@ import pytest
 from scheduler.replay.recorder import Recorder
 from scheduler.replay.replay import first_difference
 from scheduler.replay.schema import decode_head, decode_step
-from scheduler.replay.trace import TraceRecord, assemble, header
+from scheduler.replay.trace import TraceRecord, header
 from scheduler.replay.what_if import recorded_outcome, settings, try_settings
 from tests.scheduler.core.building import Driver, new_request, scheduler_config
+from tests.scheduler.replay.assembling import assemble
 
 
 def record_run(act: Callable[[Recorder, Driver], None], **fields: Any) -> dict[str, Any]:

@@ -3,9 +3,9 @@ from typing import Any
 import pytest
 
 from scheduler.replay.recorder import Recorder
-from scheduler.replay.trace import assemble
 from scheduler.replay.what_if import changed, recorded_outcome, settings, try_settings
 from tests.scheduler.core.building import Driver, new_request, scheduler_config
+from tests.scheduler.replay.assembling import assemble
 from tests.scheduler.replay.test_replay import TRACE_BY_NAME
 
 
