@@ -7,7 +7,8 @@ from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 
 from router.core.placement import WorkerPool
-from router.request import Admitted, ClientCompletion, CompletionFinish, Logprobs, StepOutputs
+from router.outputs import Admitted, CompletionFinish, Logprobs, StepOutputs
+from router.request import ClientCompletion
 
 
 @dataclass(frozen=True, slots=True)

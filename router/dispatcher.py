@@ -23,14 +23,9 @@ from router.core.policies.order import QueueEntry
 from router.core.service_rate import ServiceRate
 from router.core.suspects import Suspects
 from router.core.turns import turns
-from router.request import (
-    ClientCompletion,
-    ClientRequest,
-    CompletionFinish,
-    Refusal,
-    SchedulerLink,
-    StepOutputs,
-)
+from router.flights import Flights
+from router.outputs import CompletionFinish, Refusal, StepOutputs
+from router.request import ClientCompletion, ClientRequest, SchedulerLink
 from router.status_log import StatusLog
 
 # However a completion came back: refused, or lost with its scheduler.
@@ -92,11 +87,10 @@ class Dispatcher:
         self._suspects: Suspects[ClientCompletion] = Suspects()
         self._status = status
         self._clock = clock
-        self._links: dict[str, SchedulerLink] = {}
-        self._in_flight: dict[int, ClientCompletion] = {}
+        self._flights = Flights(pool)
+        self._in_flight = self._flights.by_handle
         self._arrivals = Arrivals(self._in_flight, pool, clock, wall_clock)
         self._num_streams = 0  # completions that were dispatched and are not closed
-        self._last_handle = 0
 
     @property
     def num_in_flight(self) -> int:
@@ -130,12 +124,11 @@ class Dispatcher:
 
     def withdraw(self, completion: ClientCompletion, finish: CompletionFinish) -> None:
         """End a completion for the router's own reason, wherever it is."""
-        if self._in_flight.get(completion.handle) is not completion:
+        if completion in self._flights:
+            self._flights.cancel(completion, _cancel_reason(finish.reason))
+        else:
             self.queue.remove(completion.key)
             self._status.ended_waiting(completion, finish)
-        else:
-            completion.flight[0].cancel(completion, _cancel_reason(finish.reason))
-            self._remove_in_flight(completion)
         self._forget(completion)
 
     def close(self, request: ClientRequest) -> None:
@@ -150,10 +143,8 @@ class Dispatcher:
         if not self._unread.may_go_on(completion.num_unread, limit, crowd):
             return ()
         self._end_pause(completion)
-        if self._in_flight.get(completion.handle) is completion:
-            link, sent = completion.flight
-            self.pool.continued(sent)
-            link.set_paused(completion.handle, is_paused=False)
+        if completion in self._flights:
+            self._flights.go_on(completion)
             return ()
         self._wait(completion)
         return self.dispatch()
@@ -169,7 +160,7 @@ class Dispatcher:
 
     def on_connected(self, link: SchedulerLink) -> None:
         """The link can be used, once its workers are reported."""
-        self._links[link.name] = link
+        self._flights.connect(link)
 
     def on_report(
         self, scheduler: str, reports: Sequence[WorkerReport], *, is_draining: bool
@@ -183,9 +174,7 @@ class Dispatcher:
 
         A completion that seems to be why schedulers are lost fails instead.
         """
-        self._links.pop(link.name, None)
-        was_draining = self.pool.forget(link.name)
-        taken = [c for c in self._in_flight.values() if c.link is link]
+        taken, was_draining = self._flights.disconnect(link)
         # A scheduler that was shutting down died of no request, and a paused completion takes no
         # part in steps.
         suspects = () if was_draining else [c.key for c in taken if not c.is_paused]
@@ -210,7 +199,7 @@ class Dispatcher:
         for handle, finish in outputs.finish_by_handle.items():
             if (completion := self._in_flight.get(handle)) is not None:
                 completion.request.num_preemptions += finish.num_preemptions
-                self._remove_in_flight(completion)
+                self._flights.end(completion)
                 self._forget(completion)
                 stop = arrived.stop_by_handle.get(handle)
                 ended.append(Ended(completion, finish if stop is None else _stopped_by(stop)))
@@ -299,18 +288,12 @@ class Dispatcher:
             self._num_streams += 1
             # A prompt that is computed again because a scheduler was lost is not charged again.
             completion.request.account.charge_prompt(need.num_tokens)
-        completion.handle = self._next_handle()
-        completion.link = self._links[worker.scheduler]
-        completion.num_dispatches += 1
-        completion.is_admitted = False
-        self._in_flight[completion.handle] = completion
-        completion.sent = self.pool.send(worker, need)
-        completion.link.submit(completion)
+        self._flights.begin(completion, worker, need)
         self._status.dispatched(completion)
 
     def _requeue(self, completion: ClientCompletion) -> None:
         """From in flight to waiting, under the next epoch, with the tokens generated so far."""
-        self._remove_in_flight(completion)
+        self._flights.end(completion)
         completion.epoch += 1
         if completion.is_paused:
             # A paused completion waits for its client, not for a worker: `on_read` queues it.
@@ -325,12 +308,6 @@ class Dispatcher:
             self._status.queued(completion)
         else:
             self.enqueue(completion)
-
-    def _remove_in_flight(self, completion: ClientCompletion) -> None:
-        """Free the completion's handle and its credit, which a pause has freed already."""
-        del self._in_flight[completion.handle]
-        if not completion.is_paused:
-            self.pool.finished(completion.flight[1], was_admitted=completion.is_admitted)
 
     def _restrain(self, completion: ClientCompletion) -> Sequence[Outcome]:
         """Pause or fail a completion with too much unread, or leave it running."""
@@ -348,12 +325,10 @@ class Dispatcher:
                 return ()
 
     def _pause(self, completion: ClientCompletion) -> None:
-        link, sent = completion.flight
         completion.is_paused = True
         self._pauses.begin(completion.key, completion, self._clock())
         self._suspects.clear(completion.key)
-        self.pool.paused(sent)
-        link.set_paused(completion.handle, is_paused=True)
+        self._flights.pause(completion)
 
     def _end_pause(self, completion: ClientCompletion) -> None:
         completion.request.paused_s += self._pauses.end(completion.key, self._clock())
@@ -363,13 +338,6 @@ class Dispatcher:
         """A completion that has ended is neither paused nor a suspect."""
         self._end_pause(completion)
         self._suspects.clear(completion.key)
-
-    def _next_handle(self) -> int:
-        """A handle that is not in use; handles are uint32 on the wire and wrap."""
-        while True:
-            self._last_handle = self._last_handle % (2**32 - 1) + 1
-            if self._last_handle not in self._in_flight:
-                return self._last_handle
 
 
 def _stopped_by(stop: str) -> CompletionFinish:

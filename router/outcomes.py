@@ -13,7 +13,8 @@ from headrace.service.errors import (
 )
 from headrace.vocabulary import RefusalReason
 from router.core.admission import Reason, Reject
-from router.request import ClientCompletion, Refusal, Spec
+from router.outputs import Refusal
+from router.request import ClientCompletion, Spec
 
 
 def rejected(reject: Reject, prompt_field: str = "text") -> ServiceError:

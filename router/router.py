@@ -22,15 +22,13 @@ from router.core.placement import WorkerPool
 from router.core.prefix_index import prefix_of, shared_salt
 from router.dispatcher import Dispatcher, Ended, Failed, Outcome, Paused
 from router.gate import Gate
+from router.outputs import CompletionFinish, Refusal, StepOutputs
 from router.request import (
     ClientCompletion,
     ClientRequest,
-    CompletionFinish,
     Int32Array,
-    Refusal,
     SchedulerLink,
     Spec,
-    StepOutputs,
     Timeline,
 )
 from router.rules import Rules

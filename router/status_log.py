@@ -11,7 +11,8 @@ from headrace.status.records import Update
 from headrace.status.states import State
 from headrace.status.store import StatusStore
 from headrace.vocabulary import FinishReason
-from router.request import ClientCompletion, CompletionFinish, Spec
+from router.outputs import CompletionFinish
+from router.request import ClientCompletion, Spec
 
 
 class StatusLog:

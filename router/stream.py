@@ -11,7 +11,8 @@ from dataclasses import dataclass
 
 from headrace.vocabulary import FinishReason
 from router import outcomes
-from router.request import ClientCompletion, ClientRequest, CompletionFinish
+from router.outputs import CompletionFinish
+from router.request import ClientCompletion, ClientRequest
 from router.router import Router
 
 # Tokens of one message, over all completions: gRPC clients take 4 MiB unless told otherwise.

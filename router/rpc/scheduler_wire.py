@@ -15,14 +15,8 @@ from headrace.service.protocol import (
 from headrace.v1 import common_pb2, scheduler_pb2
 from headrace.vocabulary import CancelReason, FinishReason, WorkerRole, WorkerState
 from router.core.credit import WorkerReport
-from router.request import (
-    Admitted,
-    ClientCompletion,
-    CompletionFinish,
-    Logprobs,
-    Refusal,
-    StepOutputs,
-)
+from router.outputs import Admitted, CompletionFinish, Logprobs, Refusal, StepOutputs
+from router.request import ClientCompletion
 
 # For a worker that does not report it.
 _DEFAULT_BATCHED_TOKENS = 2048

@@ -14,7 +14,8 @@ from headrace.service.errors import ServiceError
 from headrace.vocabulary import FinishReason, RefusalReason
 from router.core.admission import Limits, TenantLimits
 from router.core.pauses import UnreadLimits
-from router.request import Refusal, Spec
+from router.outputs import Refusal
+from router.request import Spec
 from tests.router.bench import TOKENIZER, Bench, report
 
 MODELS = {"s": "m", "t": "m", "u": "other"}

@@ -10,7 +10,8 @@ from headrace.status.store import StatusStore
 from headrace.vocabulary import FinishReason, WorkerState
 from router.core.credit import WorkerReport
 from router.core.placement import WorkerPool
-from router.request import Admitted, CompletionFinish, Spec, StepOutputs
+from router.outputs import Admitted, CompletionFinish, StepOutputs
+from router.request import Spec
 from router.router import Router
 from router.rules import Rules
 from router.status_log import StatusLog

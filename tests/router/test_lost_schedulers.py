@@ -4,7 +4,7 @@ import pytest
 
 from headrace.vocabulary import RefusalReason
 from router.core.suspects import TRIAL_TOKENS
-from router.request import Refusal
+from router.outputs import Refusal
 from tests.router.bench import Bench, report
 
 

@@ -3,7 +3,7 @@
 import pytest
 
 from headrace.vocabulary import RefusalReason
-from router.request import Refusal
+from router.outputs import Refusal
 from tests.router.bench import Bench, report
 
 # Refusals that are the worker's affair, and those that are the request's own.

@@ -10,7 +10,8 @@ import pytest
 from headrace.service.errors import ServiceError
 from headrace.vocabulary import FinishReason
 from router.core.admission import Limits, TenantLimits
-from router.request import CompletionFinish, Spec, StepOutputs
+from router.outputs import CompletionFinish, StepOutputs
+from router.request import Spec
 from tests.router.bench import TOKENIZER, Bench, report
 
 

@@ -10,7 +10,7 @@ from headrace.v1 import scheduler_pb2
 from headrace.vocabulary import FinishReason, RefusalReason
 from router.core.admission import Limits
 from router.core.pauses import UnreadLimits
-from router.request import Refusal
+from router.outputs import Refusal
 from router.rpc.scheduler_wire import to_step_outputs
 from tests.router.bench import Bench, report
 

@@ -5,7 +5,7 @@ from array import array
 import pytest
 
 from headrace.vocabulary import CancelReason, FinishReason
-from router.request import CompletionFinish, Logprobs, StepOutputs
+from router.outputs import CompletionFinish, Logprobs, StepOutputs
 from router.stream import replies
 from tests.router.bench import TOKENIZER, Bench
 
