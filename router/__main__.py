@@ -190,7 +190,7 @@ async def drain(router: Router, timeout_s: float) -> None:
     router.is_draining = True
     logger.info("draining %d requests", router.num_live)
     try:
-        await asyncio.wait_for(router.wait_idle(), timeout_s)
+        await asyncio.wait_for(router.calls.wait_idle(), timeout_s)
     except TimeoutError:
         logger.warning("aborting %d requests that are not done", router.num_live)
         router.abort_all()

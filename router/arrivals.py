@@ -57,18 +57,22 @@ class Arrivals:
             return
         completion.is_admitted = True
         self._pool.admitted(completion.flight[1], admission.num_cached_tokens)
-        timeline = completion.request.timeline
+        request = completion.request
+        timeline = request.timeline
         if timeline.admitted is None:
             # The scheduler's clock may differ: the time is kept between arrival and now.
             now = self._clock()
             ago = max(0.0, self._wall_clock() - admission.time_unix_s)
             timeline.admitted = max(timeline.arrived, now - ago)
-            completion.num_cached_tokens = admission.num_cached_tokens
+            if not request.is_taken_up:
+                completion.num_cached_tokens = admission.num_cached_tokens
 
     def _take_logprobs(self, logprobs: Logprobs) -> None:
         completion = self._in_flight.get(logprobs.handle)
         if completion is not None:
-            completion.logprobs.extend(logprobs.tokens)
+            num_unwanted = min(len(logprobs.tokens), completion.num_unwanted_logprobs)
+            completion.num_unwanted_logprobs -= num_unwanted
+            completion.logprobs.extend(logprobs.tokens[num_unwanted:])
             if logprobs.prompt_tokens:
                 completion.prompt_logprobs = logprobs.prompt_tokens
 
@@ -107,7 +111,7 @@ class Arrivals:
                 request.wake()
                 num_unread = len(completion.token_ids) - completion.num_streamed
                 if stop is not None:
-                    del completion.logprobs[num_unread:]
+                    del completion.logprobs[max(0, num_unread) :]
                     arrived.stop_by_handle[handle] = stop
                     arrived.num_dropped_by_handle[handle] = count - num_new
                 elif num_unread > completion.max_unread_tokens // crowd:

@@ -9,6 +9,7 @@ leaves a consistent state.
 import functools
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
+from itertools import chain
 from typing import assert_never
 
 from headrace.service.errors import ServiceError
@@ -17,7 +18,7 @@ from router import outcomes
 from router.arrivals import Arrivals
 from router.core.credit import WorkerReport
 from router.core.global_queue import GlobalQueue
-from router.core.pauses import Pauses, PauseVerdict, UnreadLimits
+from router.core.pauses import PauseVerdict, UnreadLimits
 from router.core.placement import Need, WorkerKey, WorkerPool
 from router.core.policies.order import QueueEntry
 from router.core.service_rate import ServiceRate
@@ -26,6 +27,7 @@ from router.core.turns import turns
 from router.flights import Flights
 from router.outputs import CompletionFinish, Refusal, StepOutputs
 from router.request import ClientCompletion, ClientRequest, SchedulerLink
+from router.restraint import Restraint
 from router.status_log import StatusLog
 
 # However a completion came back: refused, or lost with its scheduler.
@@ -55,8 +57,15 @@ class Paused:
     completion: ClientCompletion
 
 
+@dataclass(frozen=True, slots=True)
+class Moved:
+    """A completion was taken up elsewhere; the router releases its request."""
+
+    completion: ClientCompletion
+
+
 # Of several, those that have ended come before those that fail.
-Outcome = Ended | Failed | Paused
+Outcome = Ended | Failed | Paused | Moved
 
 
 class Dispatcher:
@@ -82,15 +91,13 @@ class Dispatcher:
         self.queue = queue
         self._rate_by_model: dict[str, ServiceRate] = {}
         self._models_with_waiting: set[str] = set()
-        self._unread = unread
-        self._pauses: Pauses[ClientCompletion] = Pauses(unread.max_pause_s)
+        self._restraint = Restraint(unread, clock)
         self._suspects: Suspects[ClientCompletion] = Suspects()
         self._status = status
         self._clock = clock
         self._flights = Flights(pool)
         self._in_flight = self._flights.by_handle
         self._arrivals = Arrivals(self._in_flight, pool, clock, wall_clock)
-        self._num_streams = 0  # completions that were dispatched and are not closed
 
     @property
     def num_in_flight(self) -> int:
@@ -102,12 +109,11 @@ class Dispatcher:
 
     @property
     def num_paused(self) -> int:
-        return len(self._pauses)
+        return self._restraint.num_paused
 
     def enqueue(self, completion: ClientCompletion) -> None:
         """Queue a completion; `dispatch` sends it."""
         request = completion.request
-        completion.max_unread_tokens = self._unread.of(request.spec.num_logprobs)
         self.queue.push(
             QueueEntry(
                 key=completion.key,
@@ -122,6 +128,26 @@ class Dispatcher:
         )
         self._status.queued(completion)
 
+    def take_up(self, completion: ClientCompletion) -> None:
+        """Send a completion to the worker where it may still live, else queue it.
+
+        Credit does not count there: the worker has the completion already.
+        """
+        worker = self._flights.worker_of(completion.owner) if completion.owner else None
+        if worker is None:
+            self.enqueue(completion)
+            return
+        self._status.queued(completion)
+        self._send(completion, worker, self._need(completion, now=self._clock()))
+
+    def release(self, completion: ClientCompletion) -> None:
+        """Forget a completion that goes on elsewhere."""
+        if completion in self._flights:
+            self._flights.end(completion)
+        else:
+            self.queue.remove(completion.key)
+        self._forget(completion)
+
     def withdraw(self, completion: ClientCompletion, finish: CompletionFinish) -> None:
         """End a completion for the router's own reason, wherever it is."""
         if completion in self._flights:
@@ -133,16 +159,21 @@ class Dispatcher:
 
     def close(self, request: ClientRequest) -> None:
         """Nothing of the request waits for its client any more."""
-        self._num_streams -= sum(c.num_dispatches > 0 for c in request.completions)
+        self._restraint.close(request)
 
     def on_read(self, completion: ClientCompletion) -> Sequence[Outcome]:
         """More of a completion was sent to its client: end its pause if enough was read."""
-        if not completion.is_paused:
-            return ()
-        limit, crowd = completion.max_unread_tokens, self._unread.crowd(self._num_streams)
-        if not self._unread.may_go_on(completion.num_unread, limit, crowd):
-            return ()
-        self._end_pause(completion)
+        if completion.is_paused and self._restraint.may_go_on(completion):
+            return self._go_on(completion)
+        return ()
+
+    def run_on(self, request: ClientRequest) -> Sequence[Outcome]:
+        """The request does not wait for a reader."""
+        found = [self._go_on(c) for c in request.completions if c.is_paused]
+        return list(chain.from_iterable(found))
+
+    def _go_on(self, completion: ClientCompletion) -> Sequence[Outcome]:
+        self._restraint.end_pause(completion)
         if completion in self._flights:
             self._flights.go_on(completion)
             return ()
@@ -151,12 +182,12 @@ class Dispatcher:
 
     def fail_overdue(self) -> Sequence[Outcome]:
         """Fail the completions that have been paused for too long."""
-        why = f"paused for {self._unread.max_pause_s:g} s in one go"
-        return [_too_slow(completion, why) for completion in self._pauses.due(self._clock())]
+        why = self._restraint.too_long
+        return [_too_slow(completion, why) for completion in self._restraint.overdue()]
 
     def next_overdue(self) -> float | None:
         """When the next completion will have been paused for too long."""
-        return self._pauses.next()
+        return self._restraint.next_overdue()
 
     def on_connected(self, link: SchedulerLink) -> None:
         """The link can be used, once its workers are reported."""
@@ -190,7 +221,7 @@ class Dispatcher:
 
     def on_step(self, outputs: StepOutputs) -> Sequence[Outcome]:
         """Apply one step's outputs; completions that the router ended are unknown and skipped."""
-        arrived = self._arrivals.take(outputs, self._unread.crowd(self._num_streams))
+        arrived = self._arrivals.take(outputs, self._restraint.crowd)
         was_trial = self._suspects.has_trial
         if was_trial:
             self._note_progress(outputs)
@@ -222,6 +253,11 @@ class Dispatcher:
         for handle, count in zip(outputs.handles, outputs.num_new_tokens, strict=True):
             if (completion := self._in_flight.get(handle)) is not None:
                 self._suspects.progressed(completion.key, count)
+
+    def on_moved(self, handles: Sequence[int]) -> Sequence[Outcome]:
+        """A scheduler has nothing more for these handles: other routers took them over."""
+        moved = [self._in_flight[handle] for handle in handles if handle in self._in_flight]
+        return [Moved(completion) for completion in moved]
 
     def on_refusal(self, refusal: Refusal) -> Sequence[Outcome]:
         """A scheduler did not take a completion: try elsewhere, or fail its request."""
@@ -285,9 +321,10 @@ class Dispatcher:
 
     def _send(self, completion: ClientCompletion, worker: WorkerKey, need: Need) -> None:
         if not completion.num_dispatches:
-            self._num_streams += 1
+            self._restraint.open(completion)
             # A prompt that is computed again because a scheduler was lost is not charged again.
-            completion.request.account.charge_prompt(need.num_tokens)
+            if not completion.request.is_taken_up:
+                completion.request.account.charge_prompt(need.num_tokens)
         self._flights.begin(completion, worker, need)
         self._status.dispatched(completion)
 
@@ -311,32 +348,20 @@ class Dispatcher:
 
     def _restrain(self, completion: ClientCompletion) -> Sequence[Outcome]:
         """Pause or fail a completion with too much unread, or leave it running."""
-        limit, crowd = completion.max_unread_tokens, self._unread.crowd(self._num_streams)
-        is_paused = completion.is_paused
-        match self._unread.verdict(completion.num_unread, limit, is_paused=is_paused, crowd=crowd):
+        match self._restraint.verdict(completion):
             case PauseVerdict.PAUSE:
-                self._pause(completion)
+                self._restraint.begin_pause(completion)
+                self._suspects.clear(completion.key)
+                self._flights.pause(completion)
                 return [Paused(completion)]
             case PauseVerdict.GIVE_UP:
-                return [
-                    _too_slow(completion, f"more than {limit // crowd} of its tokens are unread")
-                ]
+                return [_too_slow(completion, self._restraint.too_much(completion))]
             case PauseVerdict.GO_ON:
                 return ()
 
-    def _pause(self, completion: ClientCompletion) -> None:
-        completion.is_paused = True
-        self._pauses.begin(completion.key, completion, self._clock())
-        self._suspects.clear(completion.key)
-        self._flights.pause(completion)
-
-    def _end_pause(self, completion: ClientCompletion) -> None:
-        completion.request.paused_s += self._pauses.end(completion.key, self._clock())
-        completion.is_paused = False
-
     def _forget(self, completion: ClientCompletion) -> None:
         """A completion that has ended is neither paused nor a suspect."""
-        self._end_pause(completion)
+        self._restraint.end_pause(completion)
         self._suspects.clear(completion.key)
 
 

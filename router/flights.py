@@ -5,7 +5,7 @@ A completion in flight takes credit at its worker, except while it is paused.
 
 from headrace.vocabulary import CancelReason
 from router.core.placement import Need, WorkerKey, WorkerPool
-from router.request import ClientCompletion, SchedulerLink
+from router.request import ClientCompletion, Owner, SchedulerLink
 
 
 class Flights:
@@ -36,6 +36,15 @@ class Flights:
         self._links.pop(link.name, None)
         was_draining = self.pool.forget(link.name)
         return [c for c in self.by_handle.values() if c.link is link], was_draining
+
+    def worker_of(self, owner: Owner) -> WorkerKey | None:
+        """The worker where a completion may still live; None while no link leads there."""
+        for link in self._links.values():
+            if link.scheduler_id == owner.scheduler_id:
+                key = self.pool.key_of(link.name, owner.worker_id)
+                if key is not None:
+                    return key
+        return None
 
     def begin(self, completion: ClientCompletion, worker: WorkerKey, need: Need) -> None:
         """Send a completion to a worker, under a new handle."""

@@ -43,6 +43,16 @@ class Gate:
             raise outcomes.rejected(refusal)
         self._num_reading_by_tenant[tenant] += 1
 
+    def check_permit(self, tenant: str) -> None:
+        """Raise if `enter` would."""
+        refusal = self.permits.refusal(tenant, self._clock())
+        if refusal is not None:
+            raise outcomes.rejected(refusal)
+
+    def enter_again(self, tenant: str) -> None:
+        """Take a permit, which `leave` gives back, for a request that was admitted before."""
+        self.permits.take(tenant, self._clock())
+
     def stop_reading(self, tenant: str) -> None:
         """A prompt was tokenized, or its request was given up."""
         self._num_reading_by_tenant[tenant] -= 1

@@ -4,6 +4,7 @@ from typing import assert_never
 
 from headrace.service.errors import (
     ServiceError,
+    aborted,
     already_exists,
     deadline_exceeded,
     exhausted,
@@ -118,6 +119,13 @@ def late(spec: Spec) -> ServiceError:
     """The deadline passed before the request had ended."""
     return deadline_exceeded(
         "DEADLINE_EXCEEDED", f"deadline: passed before {spec.request_id} was finished"
+    )
+
+
+def resumed_elsewhere(request_id: str) -> ServiceError:
+    """Another call, here or at another router, is answered with the request now."""
+    return aborted(
+        "RESUMED_ELSEWHERE", f"{request_id} goes on in a later call, which resumed the request"
     )
 
 

@@ -37,7 +37,9 @@ class Spec:
     default_max_tokens, or as many as fit where these are fewer or None. stop_by_token_id has the
     stop strings that are exactly a control token. num_logprobs None: no log probabilities;
     otherwise those of each token and of that many alternatives. is_calls_deadline: the deadline is
-    the gRPC call's own, so the caller expects its status.
+    the gRPC call's own, so the caller expects its status. body_sha256 tells a repeated call; empty
+    where the caller chose no id. goes_on: the request outlives its call; recovers_at_once: the
+    request is finished whether or not somebody reads it.
     """
 
     request_id: str
@@ -61,6 +63,10 @@ class Spec:
     deadline_unix_s: float | None = None
     is_calls_deadline: bool = False
     traceparent: str = ""
+    wants_prompt_logprobs: bool = False
+    body_sha256: bytes = b""
+    goes_on: bool = False
+    recovers_at_once: bool = False
 
     def hides_last_token(self, finish: CompletionFinish) -> bool:
         """Whether the text leaves out the last token, because it is what stopped a completion."""
@@ -71,6 +77,14 @@ class Spec:
         return not self.include_stop_str_in_output
 
 
+@dataclass(frozen=True, slots=True)
+class Owner:
+    """A worker of a scheduler, by the names that these give themselves."""
+
+    scheduler_id: str
+    worker_id: str
+
+
 class ClientCompletion:
     """One of a request's n completions.
 
@@ -79,15 +93,21 @@ class ClientCompletion:
     """
 
     __slots__ = (
-        "epoch", "finish", "handle", "has_echoed", "index", "is_admitted", "is_paused", "key",
-        "link", "logprobs", "max_unread_tokens", "num_cached_tokens", "num_dispatches",
-        "num_streamed", "priority", "prompt_logprobs", "request", "request_id", "sent", "text",
-        "token_ids",
+        "epoch", "finish", "first_token", "handle", "has_echoed", "index", "is_admitted",
+        "is_paused", "key", "link", "logprobs", "max_unread_tokens", "num_cached_tokens",
+        "num_dispatches", "num_streamed", "num_unwanted_logprobs", "owner", "priority",
+        "prompt_logprobs", "request", "request_id", "sent", "text", "token_ids",
     )  # fmt: skip
 
     def __init__(
-        self, request: "ClientRequest", index: int, key: int, text: CompletionText
+        self,
+        request: "ClientRequest",
+        index: int,
+        key: int,
+        text: CompletionText,
+        first_token: int = 0,
     ) -> None:
+        """first_token is the position of the first generated token that the caller wants."""
         spec = request.spec
         self.request = request
         self.index = index
@@ -97,6 +117,7 @@ class ClientCompletion:
         self.request_id = spec.request_id if spec.n == 1 else f"{spec.request_id}#{index}"
         self.text = text
         self.epoch = 1
+        self.owner: Owner | None = None  # where the request may still live
         self.link: SchedulerLink | None = None
         self.sent: Sent | None = None
         self.is_admitted = False
@@ -105,9 +126,11 @@ class ClientCompletion:
         self.num_cached_tokens = 0
         self.token_ids = array("i")  # everything generated, over all epochs
         self.max_unread_tokens = 0  # set by the dispatcher
-        self.num_streamed = 0  # how many of token_ids the stream has taken
-        self.has_echoed = False
+        self.first_token = first_token
+        self.num_streamed = first_token  # how many of token_ids the caller or the stream has
+        self.has_echoed = first_token > 0
         self.logprobs: list[bytes] = []  # encoded, one for each token not yet taken by the stream
+        self.num_unwanted_logprobs = 0  # of tokens before first_token that are generated again
         self.prompt_logprobs: Sequence[bytes] = ()
         self.finish: CompletionFinish | None = None
 
@@ -182,7 +205,12 @@ class Timeline:
 
 @dataclass(slots=True, eq=False)
 class ClientRequest:
-    """A live request; error is set when the whole request failed. deadline is monotonic."""
+    """A live request; error is set when the whole request failed. deadline is monotonic.
+
+    is_taken_up: the request had begun before, in this router or another one. is_released: the
+    request goes on elsewhere, and nothing more comes here. Without a reader, a request is paused
+    when much of it is unread, unless runs_on is set.
+    """
 
     spec: Spec
     prompt_token_ids: Int32Array
@@ -198,6 +226,11 @@ class ClientRequest:
     deadline: float | None = None
     completions: list[ClientCompletion] = field(default_factory=list)
     error: ServiceError | None = None
+    is_taken_up: bool = False
+    num_tokens_before: int = 0  # generated before the request was taken up here
+    is_released: bool = False
+    has_reader: bool = True
+    runs_on: bool = False
     num_preemptions: int = 0
     num_draft_tokens: int = 0
     num_accepted_draft_tokens: int = 0
@@ -210,6 +243,11 @@ class ClientRequest:
     @property
     def is_finished(self) -> bool:
         return all(completion.finish is not None for completion in self.completions)
+
+    @property
+    def num_recoveries(self) -> int:
+        """How often the request was taken up again."""
+        return max(completion.epoch for completion in self.completions) - 1
 
     @property
     def num_completion_tokens(self) -> int:
@@ -247,6 +285,11 @@ class SchedulerLink(Protocol):
     @property
     def name(self) -> str:
         """The scheduler's address; stable."""
+        ...
+
+    @property
+    def scheduler_id(self) -> str:
+        """The name that the scheduler gives itself; "" until it has reported."""
         ...
 
     def submit(self, completion: ClientCompletion) -> None:

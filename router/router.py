@@ -1,60 +1,37 @@
-"""Every live request of this process: admitting, ending and cleaning up.
+"""Callers and their requests: who may call, which request answers a call, what a call's end means.
 
 Everything here runs on the event loop without awaiting, so each call sees and leaves a consistent
-state. The Dispatcher knows where completions are; text is made elsewhere (see `stream`).
+state. What becomes of admitted requests is in `live`; text is made elsewhere (see `stream`).
 """
 
 import asyncio
 import contextlib
 import time
-from collections import Counter, OrderedDict
 from collections.abc import Callable, Iterator, Sequence
-from dataclasses import dataclass
-from typing import assert_never
+from dataclasses import replace
 
 from headrace.lazy_heap import LazyHeap
 from headrace.service.errors import ServiceError, aborted
 from headrace.vocabulary import FinishReason
 from router import outcomes
-from router.core.credit import WorkerReport
+from router.calls import Calls, Reservation
 from router.core.global_queue import GlobalQueue
 from router.core.placement import WorkerPool
-from router.core.prefix_index import prefix_of, shared_salt
-from router.dispatcher import Dispatcher, Ended, Failed, Outcome, Paused
+from router.dispatcher import Dispatcher
 from router.gate import Gate
-from router.outputs import CompletionFinish, Refusal, StepOutputs
-from router.request import (
-    ClientCompletion,
-    ClientRequest,
-    Int32Array,
-    SchedulerLink,
-    Spec,
-    Timeline,
-)
+from router.live import LiveRequests
+from router.outputs import CompletionFinish
+from router.request import ClientRequest, Int32Array, Spec
+from router.revival import Origin, new_completions, revived_completions
 from router.rules import Rules
 from router.status_log import StatusLog
-from router.text.completion import CompletionText
-from router.text.stop_strings import StopScanner, StopStrings
 from router.text.tokenizer import TextTokenizer
-from router.waker import Waker
 
-_MAX_REMEMBERED = 20_000
-
-
-@dataclass(slots=True, eq=False)
-class Reservation:
-    """A request id in use since the call arrived; request is None until the prompt is tokenized."""
-
-    request_id: str
-    tenant: str
-    arrived: float
-    arrived_unix_s: float
-    request: ClientRequest | None = None
-    is_aborted: bool = False
+ENDED_WELL = frozenset({FinishReason.STOP, FinishReason.LENGTH, FinishReason.REPETITION})
 
 
 class Router:
-    """Owns the requests; one per process."""
+    """Answers calls with requests; one per process."""
 
     def __init__(
         self,
@@ -66,32 +43,27 @@ class Router:
         wall_clock: Callable[[], float] = time.time,
     ) -> None:
         """clock is monotonic, wall_clock since the epoch; both in seconds."""
-        self._dispatcher = Dispatcher(
-            pool,
-            GlobalQueue(rules.make_model_queue),
-            status,
-            unread=rules.unread,
+        queue = GlobalQueue(rules.make_model_queue)
+        dispatcher = Dispatcher(
+            pool, queue, status, unread=rules.unread, clock=clock, wall_clock=wall_clock
+        )
+        self.is_draining = False
+        self.live = LiveRequests(
+            dispatcher,
+            self,
+            shares_prefixes=rules.share_prefix_cache_across_tenants,
             clock=clock,
             wall_clock=wall_clock,
         )
-        self.is_draining = False
-        # Admitted requests, and how many of them ended in which way; the difference is live.
-        self.num_accepted = 0
-        self.num_ended: Counter[FinishReason] = Counter()
-        self._shares_prefixes = rules.share_prefix_cache_across_tenants
-        self._gate = Gate(rules, self._dispatcher, status, clock)
+        self._gate = Gate(rules, dispatcher, status, clock)
+        self.calls = Calls(self._gate, clock, wall_clock)
+        # Requests without a reader, by when they end if nobody takes them up.
+        self._orphans: LazyHeap[int, ClientRequest] = LazyHeap()
+        self._orphan_ttl_s = rules.orphan_ttl_s
+        self._dispatcher = dispatcher
         self._status = status
         self._clock = clock
         self._wall_clock = wall_clock
-        self._reservations: dict[str, Reservation] = {}
-        self._requests: dict[int, ClientRequest] = {}
-        self._deadlines: LazyHeap[int, ClientRequest] = LazyHeap()
-        self._waker = Waker()
-        self._owner_by_ended_id: OrderedDict[str, str] = OrderedDict()
-        self._last_key = 0
-        self._idle = asyncio.Event()
-        self._idle.set()
-        self._deadline_added = asyncio.Event()
 
     @property
     def pool(self) -> WorkerPool:
@@ -107,8 +79,13 @@ class Router:
 
     @property
     def num_live(self) -> int:
-        """Requests whose caller is still being answered."""
-        return len(self._reservations)
+        """Requests whose caller is still being answered, or that go on without one."""
+        return len(self.calls)
+
+    @property
+    def num_paused(self) -> int:
+        """Completions that go on when their clients read."""
+        return self._dispatcher.num_paused
 
     @property
     def is_durable(self) -> bool:
@@ -118,40 +95,39 @@ class Router:
         """Seconds on the monotonic clock."""
         return self._clock()
 
-    @property
-    def num_paused(self) -> int:
-        """Completions that go on when their clients read."""
-        return self._dispatcher.num_paused
-
-    def scheduler_of(self, request_id: str) -> str | None:
-        """The scheduler that has, or last had, the request; None if it never reached one."""
-        reservation = self._reservations.get(request_id)
-        if reservation is not None:
-            return _scheduler_of(reservation.request) or None
-        return self._owner_by_ended_id.get(request_id) or None
-
     @contextlib.contextmanager
-    def reserve(self, request_id: str, tenant: str) -> Iterator[Reservation]:
+    def reserve(
+        self, request_id: str, tenant: str, body_sha256: bytes = b""
+    ) -> Iterator[Reservation]:
         """Hold an id and a permit while a caller is answered, and clean up after the call."""
         if self.is_draining:
             raise outcomes.draining()
-        if request_id in self._reservations:
-            raise outcomes.duplicate(request_id)
-        self._gate.enter(tenant)
-        reservation = Reservation(request_id, tenant, self._clock(), self._wall_clock())
-        self._reservations[request_id] = reservation
-        self._idle.clear()
-        try:
+        reservation = self.calls.enter(request_id, tenant, body_sha256)
+        with self._answering(reservation):
             yield reservation
-        finally:
-            del self._reservations[request_id]
-            if reservation.request is None:
-                self._gate.stop_reading(tenant)
-            else:
-                self._close(reservation.request)
-            self._gate.leave(tenant)
-            if not self._reservations:
-                self._idle.set()
+
+    @contextlib.contextmanager
+    def take_up(
+        self, origin: Origin, first_tokens: Sequence[int], tokenizer: TextTokenizer
+    ) -> Iterator[ClientRequest]:
+        """Take a request up for a caller, and clean up after the call.
+
+        first_tokens: for each completion, the position of the first token that the caller wants.
+        An earlier caller of this router is told.
+        """
+        reservation, request = self._take_up(origin, first_tokens, tokenizer, has_reader=True)
+        with self._answering(reservation):
+            yield request
+
+    def recover(self, origin: Origin, tokenizer: TextTokenizer) -> None:
+        """Take a request up without a caller, and finish it."""
+        self._take_up(origin, [0] * len(origin.pasts), tokenizer, has_reader=False)
+
+    def check_take_up(self, tenant: str) -> None:
+        """Raise if no request of the tenant can be taken up now."""
+        if self.is_draining:
+            raise outcomes.draining()
+        self._gate.check_permit(tenant)
 
     def max_prompt_tokens(self, model: str) -> int:
         """The longest prompt that a ready worker takes; 0 while none is ready."""
@@ -163,7 +139,7 @@ class Router:
 
         Called before the prompt is tokenized: a hopeless request is refused before it costs CPU.
         """
-        self._gate.check(spec, least_tokens, self._deadline(spec), is_read=False)
+        self._gate.check(spec, least_tokens, self.live.deadline(spec), is_read=False)
 
     def submit(
         self,
@@ -177,216 +153,185 @@ class Router:
 
         prompt_text is what an echo shows. The deadline in spec is on the wall clock.
         """
-        if reservation.is_aborted:
-            raise aborted("ABORTED", f"{spec.request_id} was aborted before it was queued")
-        deadline = self._deadline(spec)
-        max_tokens = self._gate.check(spec, len(prompt_token_ids), deadline, is_read=True)
-        cache_salt = shared_salt(spec.tenant, spec.cache_salt, across_tenants=self._shares_prefixes)
-        request = ClientRequest(
+        if reservation.error is not None:
+            raise reservation.error
+        num_tokens, deadline = len(prompt_token_ids), self.live.deadline(spec)
+        origin = Origin(
             spec=spec,
             prompt_token_ids=prompt_token_ids,
             prompt_text=prompt_text,
-            max_tokens=max_tokens,
+            max_tokens=self._gate.check(spec, num_tokens, deadline, is_read=True),
             arrived_unix_s=reservation.arrived_unix_s,
-            timeline=Timeline(arrived=reservation.arrived),
-            number=self._next_key(),
-            account=self._dispatcher.queue.of(spec.model).shares.account(spec.tenant),
-            waker=self._waker,
-            cache_salt=cache_salt,
-            prefix=prefix_of(prompt_token_ids, cache_salt),
-            deadline=deadline,
         )
+        request = self.live.make(origin, reservation.arrived)
         # Everything that can fail comes before the request is registered.
-        stops = StopStrings(spec.stop) if spec.stop else None
-        for index in range(spec.n):
-            text = _completion_text(request, tokenizer, stops)
-            request.completions.append(ClientCompletion(request, index, self._next_key(), text))
-        self._gate.spend(spec.tenant, spec.n * len(prompt_token_ids))
+        request.completions.extend(new_completions(request, self.live.keys(spec.n), tokenizer))
+        self._gate.spend(spec.tenant, spec.n * num_tokens)
         self._gate.stop_reading(spec.tenant)
-        self.num_accepted += 1
         reservation.request = request
-        self._requests[request.number] = request
-        if deadline is not None:
-            self._deadlines.push(request.number, deadline, request)
-            self._deadline_added.set()
-        for completion in request.completions:
-            self._dispatcher.enqueue(completion)
-        self._dispatch()
+        self.live.register(request)
         return request
 
     def abort(self, request_id: str) -> bool | None:
         """Abort a request; False: the request had ended, None: this router does not know the id."""
-        reservation = self._reservations.get(request_id)
+        reservation = self.calls.get(request_id)
         if reservation is None:
-            return False if request_id in self._owner_by_ended_id else None
+            return False if self.calls.has_ended(request_id) else None
         if reservation.request is None:
-            reservation.is_aborted = True
+            text = f"{request_id} was aborted before it was queued"
+            reservation.error = aborted("ABORTED", text)
             return True
         if reservation.request.is_finished:
             return False
-        self._end_all(reservation.request, CompletionFinish(FinishReason.ABORTED))
-        self._dispatch()
+        self.live.end_all(reservation.request, CompletionFinish(FinishReason.ABORTED))
         return True
 
     def abort_tenant(self, tenant: str) -> list[str]:
         """Abort every live request of a tenant; returns their ids."""
-        of_tenant = [r.request_id for r in self._reservations.values() if r.tenant == tenant]
+        of_tenant = [r.request_id for r in self.calls if r.tenant == tenant]
         return [request_id for request_id in of_tenant if self.abort(request_id)]
 
     def abort_all(self) -> None:
         """Abort every live request."""
-        for request_id in list(self._reservations):
-            self.abort(request_id)
+        for reservation in self.calls:
+            self.abort(reservation.request_id)
+
+    def hand_over(self) -> None:
+        """Release every request: schedulers keep what they run, and other routers take it up."""
+        for reservation in self.calls:
+            if reservation.request is None:
+                reservation.error = outcomes.draining()
+            else:
+                self._release(reservation, outcomes.draining())
 
     def expire(self) -> float | None:
-        """End the requests whose deadline has passed, or that were paused for too long.
+        """End the requests that are due: late, paused for too long, or not resumed.
 
         Returns:
             Seconds until the next request is due; None if there is none.
         """
         now = self._clock()
-        due = self._deadlines.pop_through(now)
-        for request in due:
-            self._end_all(request, CompletionFinish(FinishReason.DEADLINE))
-        if due:
-            self._dispatch()
-        self._apply(self._dispatcher.fail_overdue())
-        nearest = self._deadlines.head()
-        following = [self._dispatcher.next_overdue(), nearest.rank if nearest else None]
-        return min((max(0.0, when - now) for when in following if when is not None), default=None)
+        due = self.live.expire(now)
+        for request in self._orphans.pop_through(now):
+            if request.is_finished:
+                self._close(request)
+            else:
+                why = f"nobody resumed the request for {self._orphan_ttl_s:g} s"
+                self.live.end_all(request, CompletionFinish(FinishReason.ABORTED, message=why))
+        if (nearest := self._orphans.head()) is not None:
+            due.append(nearest.rank)
+        return max(0.0, min(due) - now) if due else None
 
     async def run_deadlines(self) -> None:
-        """End requests when their deadlines pass, until cancelled."""
+        """End requests when they are due, until cancelled."""
         while True:
-            self._deadline_added.clear()
+            self.live.has_earlier_due.clear()
             wait_s = self.expire()
             with contextlib.suppress(TimeoutError):
                 async with asyncio.timeout(wait_s):
-                    await self._deadline_added.wait()
+                    await self.live.has_earlier_due.wait()
 
-    def on_connected(self, link: SchedulerLink) -> None:
-        """A scheduler can be used, once its workers are reported."""
-        self._dispatcher.on_connected(link)
+    def on_unread_end(self, request: ClientRequest) -> None:
+        """A request without a reader has ended: what the store does not have is kept here."""
+        reasons = {
+            completion.finish and completion.finish.reason for completion in request.completions
+        }
+        if not self.is_durable and request.error is None and reasons <= ENDED_WELL:
+            self._keep(request)
+        else:
+            self._close(request)
 
-    def on_lost(self, link: SchedulerLink) -> None:
-        """The connection to a scheduler broke."""
-        self._apply(self._dispatcher.on_lost(link))
+    def on_moved(self, request: ClientRequest) -> None:
+        """Another router has taken the request over."""
+        error = outcomes.resumed_elsewhere(request.spec.request_id)
+        self._release(self._reservation_of(request), error)
 
-    def on_report(
-        self, scheduler: str, reports: Sequence[WorkerReport], *, is_draining: bool
-    ) -> None:
-        """A scheduler reported its workers."""
-        self._apply(self._dispatcher.on_report(scheduler, reports, is_draining=is_draining))
+    @contextlib.contextmanager
+    def _answering(self, reservation: Reservation) -> Iterator[None]:
+        """The stay of a caller; what the call's end means depends on how the call ends."""
+        is_answered = False
+        try:
+            yield
+            is_answered = True
+        except ServiceError:
+            is_answered = True
+            raise
+        finally:
+            request = reservation.request
+            if request is None:
+                self.calls.leave(reservation)
+            elif not reservation.is_over:
+                if is_answered or not request.spec.goes_on:
+                    self._close(request)
+                else:
+                    self._detach(request)
 
-    def on_step(self, outputs: StepOutputs) -> None:
-        """A scheduler told what a step brought."""
-        self._apply(self._dispatcher.on_step(outputs))
-
-    def on_refusal(self, refusal: Refusal) -> None:
-        """A scheduler did not take a completion."""
-        self._apply(self._dispatcher.on_refusal(refusal))
-
-    def on_read(self, completion: ClientCompletion) -> None:
-        """More of a completion was sent to its client."""
-        self._apply(self._dispatcher.on_read(completion))
-
-    async def wait_idle(self) -> None:
-        """Return once no caller is being answered."""
-        await self._idle.wait()
-
-    def _deadline(self, spec: Spec) -> float | None:
-        """The deadline on the monotonic clock."""
-        if spec.deadline_unix_s is None:
-            return None
-        return self._clock() + (spec.deadline_unix_s - self._wall_clock())
-
-    def _dispatch(self) -> None:
-        """Dispatch what workers have credit for."""
-        self._apply(self._dispatcher.dispatch())
-
-    def _apply(self, found: Sequence[Outcome]) -> None:
-        """Apply what became of completions to their requests, and dispatch into freed credit."""
-        while found:
-            for outcome in found:
-                match outcome:
-                    case Ended(completion, finish):
-                        self._finish(completion, finish)
-                    case Failed(completion, error):
-                        self._fail(completion.request, error)
-                    case Paused():
-                        self._deadline_added.set()
-                    case _:
-                        assert_never(outcome)
-            found = self._dispatcher.dispatch()
-
-    def _end(self, completion: ClientCompletion, finish: CompletionFinish) -> None:
-        self._dispatcher.withdraw(completion, finish)
-        self._finish(completion, finish)
-
-    def _end_all(self, request: ClientRequest, finish: CompletionFinish) -> None:
-        for completion in request.completions:
-            if completion.finish is None:
-                self._end(completion, finish)
-
-    def _finish(self, completion: ClientCompletion, finish: CompletionFinish) -> None:
-        request = completion.request
-        completion.end(finish)
+    def _detach(self, request: ClientRequest) -> None:
+        """The caller is gone, and the request goes on."""
+        request.has_reader = False
+        request.runs_on = request.spec.recovers_at_once
         if request.is_finished:
-            request.timeline.ended = self._clock()
-            self._deadlines.remove(request.number)
-        request.wake()
+            self.on_unread_end(request)
+        elif request.runs_on:
+            self.live.run_on(request)
+        else:
+            self._keep(request)
 
-    def _fail(self, request: ClientRequest, error: ServiceError) -> None:
-        """Fail the whole request: its n completions are served all or none."""
-        request.error = request.error or error
-        self._end_all(request, CompletionFinish(FinishReason.ERROR, message=error.message))
+    def _keep(self, request: ClientRequest) -> None:
+        """Wait for somebody to take a request up, but not for ever."""
+        if request.number not in self._orphans:
+            due = self._clock() + self._orphan_ttl_s
+            self._orphans.push(request.number, due, request)
+            self.live.has_earlier_due.set()
+
+    def _take_up(
+        self,
+        origin: Origin,
+        first_tokens: Sequence[int],
+        tokenizer: TextTokenizer,
+        *,
+        has_reader: bool,
+    ) -> tuple[Reservation, ClientRequest]:
+        spec = replace(origin.spec, is_calls_deadline=False)
+        origin = replace(origin, spec=spec)
+        age_s = max(0.0, self._wall_clock() - origin.arrived_unix_s)
+        request = self.live.make(origin, self._clock() - age_s)
+        request.is_taken_up = True
+        request.has_reader, request.runs_on = has_reader, not has_reader
+        keys = self.live.keys(len(origin.pasts))
+        request.completions.extend(
+            revived_completions(request, keys, tokenizer, origin.pasts, first_tokens)
+        )
+        request.num_tokens_before = request.num_completion_tokens
+        # Everything that can fail comes before the earlier request is released.
+        earlier = self.calls.get(spec.request_id)
+        if earlier is not None:
+            self._release(earlier, outcomes.resumed_elsewhere(spec.request_id))
+        reservation = self.calls.enter_again(spec.request_id, spec.tenant, spec.body_sha256)
+        reservation.request = request
+        self.live.register(request)
+        return reservation, request
+
+    def _release(self, reservation: Reservation, error: ServiceError) -> None:
+        request = reservation.request
+        assert request is not None, "what goes on elsewhere was admitted here"
+        self.live.release(request, error)
+        self._forget(request)
 
     def _close(self, request: ClientRequest) -> None:
         """Forget a request whose caller is answered or gone."""
-        if not request.is_finished:
-            is_late = request.deadline is not None and request.deadline <= self._clock()
-            reason = FinishReason.DEADLINE if is_late else FinishReason.ABORTED
-            self._end_all(request, CompletionFinish(reason))
-            self._dispatch()
-        self._deadlines.remove(request.number)
-        self._dispatcher.close(request)
-        self._gate.spend(request.spec.tenant, request.num_completion_tokens)
-        self.num_ended[_ending(request)] += 1
-        del self._requests[request.number]
-        self._owner_by_ended_id[request.spec.request_id] = _scheduler_of(request)
-        if len(self._owner_by_ended_id) > _MAX_REMEMBERED:
-            self._owner_by_ended_id.popitem(last=False)
+        request.has_reader = True  # nobody need be told of an end now
+        self.live.close(request)
+        self._forget(request)
+        self.calls.remember(request)
 
-    def _next_key(self) -> int:
-        self._last_key += 1
-        return self._last_key
+    def _forget(self, request: ClientRequest) -> None:
+        self._orphans.remove(request.number)
+        num_new_tokens = request.num_completion_tokens - request.num_tokens_before
+        self._gate.spend(request.spec.tenant, max(0, num_new_tokens))
+        self.calls.leave(self._reservation_of(request))
 
-
-def _ending(request: ClientRequest) -> FinishReason:
-    """How a finished request is counted: as failed, or by its first completion."""
-    finish = request.completions[0].finish
-    assert finish is not None, "a request is closed when it has ended"
-    return FinishReason.ERROR if request.error is not None else finish.reason
-
-
-def _scheduler_of(request: ClientRequest | None) -> str:
-    """The scheduler that last had a completion of the request; "" if none did."""
-    links = [c.link for c in request.completions if c.link is not None] if request else []
-    return links[0].name if links else ""
-
-
-def _completion_text(
-    request: ClientRequest, tokenizer: TextTokenizer, stops: StopStrings | None
-) -> CompletionText:
-    spec = request.spec
-    scanner = None
-    if stops is not None:
-        scanner = StopScanner(stops, includes_stop=spec.include_stop_str_in_output)
-    # Only the end of the prompt matters to the text that follows.
-    prompt_end = request.prompt_token_ids[-64:].tolist()
-    return CompletionText(
-        tokenizer.detokenizer(prompt_end, keep_special_tokens=spec.keep_special_tokens),
-        scanner,
-        min_tokens=spec.min_tokens,
-        has_offsets=spec.num_logprobs is not None,
-    )
+    def _reservation_of(self, request: ClientRequest) -> Reservation:
+        reservation = self.calls.get(request.spec.request_id)
+        assert reservation is not None, "an admitted request has a reservation"
+        return reservation

@@ -23,6 +23,7 @@ class Rules:
     output_price: float = 2.0
     unread: UnreadLimits = field(default_factory=UnreadLimits)
     share_prefix_cache_across_tenants: bool = False
+    orphan_ttl_s: float = 60.0
 
     def make_model_queue(self) -> ModelQueue[Any]:
         """An empty queue for the requests of one model."""

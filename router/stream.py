@@ -73,6 +73,8 @@ async def replies(request: ClientRequest, router: Router) -> AsyncGenerator[Repl
     first = request.completions[0]
     while open_completions:
         await request.news()
+        if request.is_released:
+            break
         deltas = []
         for completion in tuple(open_completions):
             delta = _take(completion, router, echo)
@@ -117,7 +119,7 @@ def _take(completion: ClientCompletion, router: Router, echo: str) -> Completion
     spec = completion.request.spec
     most = _MAX_TOKENS if spec.num_logprobs is None else _MAX_TOKENS_WITH_LOGPROBS
     if not completion.text.has_stops:
-        _read(completion, begin, begin + most // spec.n)
+        _read(completion, most // spec.n)
     piece = completion.text.take(most // spec.n)
     end = begin + piece.num_tokens
     if end < len(completion.token_ids):
@@ -130,7 +132,7 @@ def _take(completion: ClientCompletion, router: Router, echo: str) -> Completion
     del completion.logprobs[: piece.num_tokens]
     completion.num_streamed = end
     if completion.is_paused:
-        router.on_read(completion)
+        router.live.on_read(completion)
     text, text_offsets = piece.text, piece.text_offsets
     if echo:
         text = text if completion.has_echoed else echo + text
@@ -140,9 +142,10 @@ def _take(completion: ClientCompletion, router: Router, echo: str) -> Completion
     return CompletionDelta(completion.index, text, token_ids, begin, finish, logprobs, text_offsets)
 
 
-def _read(completion: ClientCompletion, begin: int, end: int) -> None:
-    """Turn a completion's tokens into text; with stop strings that was done on arrival."""
-    finish = completion.finish
+def _read(completion: ClientCompletion, num_tokens: int) -> None:
+    """Turn more of a completion's tokens into text; with stop strings that was done on arrival."""
+    finish, begin = completion.finish, completion.text.num_read
+    end = max(begin, completion.num_streamed) + num_tokens
     token_ids = completion.token_ids[begin:end]
     if finish is None or end < len(completion.token_ids):
         completion.text.read(token_ids)

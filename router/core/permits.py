@@ -85,21 +85,28 @@ class Permits:
 
     def enter(self, tenant: str, now: float) -> Reject | None:
         """Take a permit, which `leave` gives back, or return why there is none."""
+        refusal = self.refusal(tenant, now)
+        if refusal is None:
+            self.take(tenant, now)
+        return refusal
+
+    def refusal(self, tenant: str, now: float) -> Reject | None:
+        """Why there is no permit; None if there is."""
         maximum = self._limits.max_live_requests
         if maximum and self.num_live >= maximum:
             return Reject(
                 Reason.TOO_MANY_LIVE, f"{maximum} requests are being answered, as many as may", 1.0
             )
+        return self._refusal(self._tenants.get(tenant) or _Tenant(self.limits_of(tenant), now), now)
+
+    def take(self, tenant: str, now: float) -> None:
+        """Take a permit, which `leave` gives back, whatever the limits."""
         known = self._tenants.get(tenant) or _Tenant(self.limits_of(tenant), now)
-        refusal = self._refusal(known, now)
-        if refusal is not None:
-            return refusal
         if known.requests is not None:
             known.requests.spend(1, now)
         known.num_live += 1
         self.num_live += 1
         self._tenants[tenant] = known
-        return None
 
     def leave(self, tenant: str, now: float) -> None:
         """Give a permit back."""

@@ -145,6 +145,12 @@ class WorkerPool:
                 best, best_cost = worker.key, cost
         return best
 
+    def key_of(self, scheduler: str, worker_id: str) -> WorkerKey | None:
+        """A worker by its name, whether or not it takes new requests."""
+        known = self._schedulers.get(scheduler)
+        worker = known.workers.get(worker_id) if known else None
+        return None if worker is None else worker.key
+
     def send(self, key: WorkerKey, need: Need) -> Sent:
         """Count a request as sent to the worker."""
         worker = self._find(key)

@@ -18,9 +18,10 @@ from headrace.service.handlers import write
 from headrace.service.requests import release_request
 from headrace.status.store import StatusStore
 from headrace.v1 import common_pb2, inference_pb2, inference_pb2_grpc
+from router.calls import Reservation
 from router.prompts import PromptReader
 from router.request import ClientRequest
-from router.router import Reservation, Router
+from router.router import Router
 from router.rpc import spans, wire
 from router.rpc.model_defaults import ModelDefaults
 from router.rpc.scheduler_client import SchedulerClient
@@ -164,7 +165,7 @@ class InferenceService:
     ) -> inference_pb2.ExplainResponse:
         """The account of the scheduler that has or had the request."""
         request_id = wire.check_request_id(request.request_id)
-        owner = self._router.scheduler_of(request_id)
+        owner = self._router.calls.scheduler_of(request_id)
         found = [s for s in self._services.schedulers if owner is None or s.name == owner]
         # Of several completions the first is explained.
         for name in (request_id, f"{request_id}#0"):

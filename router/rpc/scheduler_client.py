@@ -41,17 +41,23 @@ class SchedulerClient:
         """name is the scheduler's address. The caller closes the channel."""
         self._name = name
         self._stub: Any = scheduler_pb2_grpc.SchedulerStub(channel)
-        self._router = router
+        self._requests = router.live
         self._router_id = router_id
         self._outbox = SchedulerOutbox()
         self._has_mail = asyncio.Event()
         self._is_up = False
+        self._scheduler_id = ""
         self.workers: list[common_pb2.Worker] = []
 
     @property
     def name(self) -> str:
         """The scheduler's address."""
         return self._name
+
+    @property
+    def scheduler_id(self) -> str:
+        """The name that the scheduler gives itself; "" until it has reported."""
+        return self._scheduler_id
 
     def submit(self, completion: ClientCompletion) -> None:
         """Send a completion to its worker."""
@@ -116,7 +122,7 @@ class SchedulerClient:
 
     def _forget_connection(self) -> None:
         if self._is_up:
-            self._router.on_lost(self)
+            self._requests.on_lost(self)
         self._is_up = False
         self.workers = []
         # Requests that were not sent yet are requeued with the others.
@@ -140,9 +146,10 @@ class SchedulerClient:
     async def _read(self, call: Any) -> None:
         async for message in call:
             if message.HasField("step_update"):
-                self._router.on_step(scheduler_wire.to_step_outputs(message.step_update))
+                self._requests.on_step(scheduler_wire.to_step_outputs(message.step_update))
+            self._requests.on_moved(message.moved)
             for refusal in message.refusals:
-                self._router.on_refusal(scheduler_wire.to_refusal(refusal))
+                self._requests.on_refusal(scheduler_wire.to_refusal(refusal))
         raise _StreamEndedError
 
     async def _write(self, call: Any) -> None:
@@ -157,12 +164,13 @@ class SchedulerClient:
 
     async def _watch(self, watch: Any) -> None:
         async for snapshot in watch:
+            self._scheduler_id = snapshot.scheduler_id
             if not self._is_up:
                 self._is_up = True
                 logger.info("scheduler %s is connected", self._name)
-                self._router.on_connected(self)
+                self._requests.on_connected(self)
             self.workers = list(snapshot.workers)
-            self._router.on_report(
+            self._requests.on_report(
                 self.name,
                 [scheduler_wire.to_report(worker) for worker in snapshot.workers],
                 is_draining=snapshot.draining,

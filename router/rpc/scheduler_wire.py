@@ -46,7 +46,7 @@ def to_submission(completion: ClientCompletion) -> scheduler_pb2.Submission:
     submission.sampling.seed = completion.seed
     submission.sampling.max_tokens = request.max_tokens
     submission.sampling.n = 1
-    if completion.index or completion.token_ids:
+    if completion.index or completion.token_ids or completion.first_token:
         # They are the same for all completions, and come with a completion's first token.
         submission.sampling.ClearField("prompt_logprobs")
     submission.sampling.stop_token_ids.extend(spec.stop_by_token_id)

@@ -32,8 +32,8 @@ class CompletionText:
     """Owns one completion's detokenizer and stop scanner, and the text not taken yet."""
 
     __slots__ = (
-        "_detokenizer", "_has_offsets", "_is_closed", "_num_unstoppable", "_offsets", "_pieces",
-        "_scanner", "has_stops",
+        "_detokenizer", "_has_offsets", "_is_closed", "_num_unstoppable", "_num_unwanted",
+        "_offsets", "_pieces", "_scanner", "has_stops", "num_read",
     )  # fmt: skip
 
     def __init__(
@@ -43,14 +43,20 @@ class CompletionText:
         *,
         min_tokens: int = 0,
         has_offsets: bool = False,
+        num_unwanted: int = 0,
     ) -> None:
-        """A stop string counts when a token after the first min_tokens completes it."""
+        """A stop string counts when a token after the first min_tokens completes it.
+
+        The first num_unwanted tokens are read like all others, but nothing of them is kept.
+        """
         self.has_stops = scanner is not None
         self._detokenizer = detokenizer
         self._scanner = scanner
         self._num_unstoppable = min_tokens
         self._has_offsets = has_offsets
+        self._num_unwanted = num_unwanted
         self._is_closed = False
+        self.num_read = 0
         self._offsets: list[int] = []
         self._pieces: deque[Piece] = deque()
 
@@ -62,11 +68,12 @@ class CompletionText:
             completed, if any. Once a stop string is found, the text is closed.
         """
         if self._scanner is None and not self._has_offsets:
-            self._add(len(token_ids), self._detokenizer.push(token_ids))
+            border = max(0, self._num_unwanted - self.num_read)
+            for part in (token_ids[:border], token_ids[border:]) if border else (token_ids,):
+                self._add(len(part), self._detokenizer.push(part))
             return len(token_ids), None
         for count, token_id in enumerate(token_ids, start=1):
-            if self._has_offsets:
-                self._offsets.append(self._detokenizer.num_chars)
+            self._add_offset()
             text, stop = self._scan(self._detokenizer.push((token_id,)))
             self._add(1, text)
             if stop is not None:
@@ -76,9 +83,9 @@ class CompletionText:
 
     def skip(self, num_tokens: int) -> None:
         """Count tokens without text: the token that stopped the request."""
-        if self._has_offsets:
-            self._offsets.extend([self._detokenizer.num_chars] * num_tokens)
-        self._add(num_tokens, "")
+        for _ in range(num_tokens):
+            self._add_offset()
+            self._add(1, "")
 
     def close(self, suffix: str = "") -> str | None:
         """Release the text held back, at the end of the tokens, and then the suffix.
@@ -118,7 +125,16 @@ class CompletionText:
             self._num_unstoppable -= 1
         return self._scanner.push(text, may_stop=may_stop)
 
+    def _add_offset(self) -> None:
+        if self._has_offsets and self.num_read >= self._num_unwanted:
+            self._offsets.append(self._detokenizer.num_chars)
+
     def _add(self, num_tokens: int, text: str) -> None:
+        """Keep the text of tokens that are all wanted, or all unwanted."""
+        is_wanted = self.num_read >= self._num_unwanted
+        self.num_read += num_tokens
+        if not is_wanted:
+            return
         if self._pieces and self._pieces[-1].num_tokens < _PIECE_TOKENS:
             self._pieces[-1].num_tokens += num_tokens
             self._pieces[-1].text += text

@@ -130,7 +130,7 @@ class RouterMachine(RuleBasedStateMachine):
     @rule(tenant=tenants)
     def abort_tenant(self, tenant):
         self.bench.router.abort_tenant(tenant)
-        for stay_id, reservation in self.bench.router._reservations.items():
+        for stay_id, reservation in self.bench.router.calls._by_id.items():
             if reservation.tenant == tenant and reservation.request is not None:
                 assert reservation.request.is_finished, stay_id
 
@@ -142,14 +142,14 @@ class RouterMachine(RuleBasedStateMachine):
             handle = self.pick(link.sent, chance)
             del link.sent[handle]
             link.paused.discard(handle)
-            self.bench.router.on_refusal(Refusal(handle, reason, ""))
+            self.bench.router.live.on_refusal(Refusal(handle, reason, ""))
 
     @rule(name=st.sampled_from(sorted(MODELS)))
     def lose(self, name):
         """The scheduler goes, and comes back."""
         link = self.bench.links.pop(name)
         link.sent.clear()
-        self.bench.router.on_lost(link)
+        self.bench.router.live.on_lost(link)
         self.connect(name)
 
     @rule(seconds=st.sampled_from([0.01, 0.2, 1.5]))
@@ -158,34 +158,34 @@ class RouterMachine(RuleBasedStateMachine):
         self.bench.router.expire()
         for name, model in MODELS.items():
             one = report(name, 4, model=model, displaces_by_priority=self.displaces)
-            self.bench.router.on_report(name, [one], is_draining=False)
+            self.bench.router.live.on_report(name, [one], is_draining=False)
 
     @precondition(lambda self: self.stays)
     @rule(chance=chances, share=st.sampled_from([1, 2]))
     def read(self, chance, share):
         """A client reads what has come, or half of it."""
-        request = self.pick(self.bench.router._requests.values(), chance)
+        request = self.pick(self.bench.router.live._requests.values(), chance)
         for completion in request.completions:
             completion.num_streamed += completion.num_unread // share
-            self.bench.router.on_read(completion)
+            self.bench.router.live.on_read(completion)
 
     @invariant()
     def every_request_is_counted_once(self):
         router = self.bench.router
-        assert len(router._requests) == len(self.stays)
-        assert sum(router.num_ended.values()) == self.num_left
-        assert router.num_accepted == self.num_left + len(router._requests)
+        assert len(router.live._requests) == len(self.stays)
+        assert sum(router.live.num_ended.values()) == self.num_left
+        assert router.live.num_accepted == self.num_left + len(router.live._requests)
         assert router.num_live == len(self.stays) + len(self.reading)
         assert router._gate.permits.num_live == router.num_live
         assert router._gate.num_reading == len(self.reading)
-        assert set(router.num_ended) <= set(FinishReason)
+        assert set(router.live.num_ended) <= set(FinishReason)
 
     @invariant()
     def every_completion_is_in_one_place(self):
         """A paused completion may be in none while no scheduler has it."""
         router = self.bench.router
         unfinished = [
-            c for r in router._requests.values() for c in r.completions if c.finish is None
+            c for r in router.live._requests.values() for c in r.completions if c.finish is None
         ]
         sent = [c for link in self.bench.links.values() for c in link.sent.values()]
         dispatcher = router._dispatcher
@@ -194,7 +194,7 @@ class RouterMachine(RuleBasedStateMachine):
         held = [id(c) for c in unfinished if c.is_paused and id(c) not in places]
         assert sorted(places + held) == sorted(id(c) for c in unfinished)
         paused = [h for link in self.bench.links.values() for h in link.paused]
-        assert len(dispatcher._pauses) == len(held) + len(paused)
+        assert len(dispatcher._restraint._pauses) == len(held) + len(paused)
         assert router.pool.num_in_flight() == len(sent) - len(paused)
 
     @invariant()
@@ -218,7 +218,7 @@ class RouterMachine(RuleBasedStateMachine):
 
     @invariant()
     def a_first_token_is_first_for_good(self):
-        for number, request in self.bench.router._requests.items():
+        for number, request in self.bench.router.live._requests.items():
             seen = request.timeline.first_token
             assert (seen is not None) >= bool(request.num_completion_tokens)
             assert self.first_token.setdefault(number, seen) in (None, seen)

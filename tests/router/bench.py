@@ -25,6 +25,7 @@ class Link:
 
     def __init__(self, name="s"):
         self.name = name
+        self.scheduler_id = name
         self.sent = {}
         self.paused = set()
         self.cancelled = []
@@ -62,8 +63,8 @@ class Bench:
 
     def add(self, name, max_num_seqs=4, **worker):
         link = self.links[name] = Link(name)
-        self.router.on_connected(link)
-        self.router.on_report(name, [report(name, max_num_seqs, **worker)], is_draining=False)
+        self.router.live.on_connected(link)
+        self.router.live.on_report(name, [report(name, max_num_seqs, **worker)], is_draining=False)
         return link
 
     def enter(self, request_id, num_tokens=10, *, tenant="", model="m", **fields):
@@ -83,7 +84,7 @@ class Bench:
     def step(self, link="s", num_tokens=1, *, ends=(), handles=None):
         """The requests with these handles, or all that the link has, get tokens."""
         handles = list(self.links[link].sent) if handles is None else handles
-        self.router.on_step(
+        self.router.live.on_step(
             StepOutputs(
                 handles=handles,
                 num_new_tokens=[num_tokens] * len(handles),
@@ -99,13 +100,13 @@ class Bench:
     def assert_empty(self):
         router = self.router
         assert (router.num_live, router.num_queued, router.num_in_flight) == (0, 0, 0)
-        assert not router._requests
-        assert not len(router._deadlines)
+        assert not router.live._requests
+        assert not len(router.live._deadlines)
         assert (router._gate.permits.num_live, router._gate.num_reading) == (0, 0)
         assert router.pool.num_in_flight() == 0
         assert router._dispatcher.queue.load.num_tokens == 0
-        assert router._dispatcher._num_streams == 0
-        assert router.num_accepted == sum(router.num_ended.values())
+        assert router._dispatcher._restraint.num_streams == 0
+        assert router.live.num_accepted == sum(router.live.num_ended.values())
         assert all(not link.sent for link in self.links.values())
 
 

@@ -71,9 +71,9 @@ class Stack:
             router.num_live
             or router.num_queued
             or router.num_in_flight
-            or router._requests
+            or router.live._requests
             or router._gate.num_reading
-            or len(router._deadlines)
+            or len(router.live._deadlines)
             or router._dispatcher.queue.load.num_tokens
             or router.pool.num_in_flight()
         )

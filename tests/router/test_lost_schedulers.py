@@ -30,8 +30,8 @@ class Cluster:
         self.num_lost += 1
         assert self.num_lost < 30, "schedulers are lost again and again"
         if is_draining:
-            self.bench.router.on_report("s", [report("s", 1000)], is_draining=True)
-        self.bench.router.on_lost(self.bench.links.pop("s"))
+            self.bench.router.live.on_report("s", [report("s", 1000)], is_draining=True)
+        self.bench.router.live.on_lost(self.bench.links.pop("s"))
         self.bench.add("s", max_num_seqs=1000)
 
     def run(self, killer, *, num_tokens=0):
@@ -156,7 +156,7 @@ def test_a_suspect_that_is_refused_stays_on_trial():
         cluster.lose()
     [handle] = cluster.bench.links["s"].sent
     del cluster.bench.links["s"].sent[handle]
-    cluster.bench.router.on_refusal(Refusal(handle, RefusalReason.WORKER_LOST, ""))
-    cluster.bench.router.on_report("s", [report("s", 1000)], is_draining=False)
+    cluster.bench.router.live.on_refusal(Refusal(handle, RefusalReason.WORKER_LOST, ""))
+    cluster.bench.router.live.on_report("s", [report("s", 1000)], is_draining=False)
     assert set(cluster.running) == {"a"}
     cluster.close()

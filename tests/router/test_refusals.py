@@ -15,7 +15,7 @@ def refuse(bench, reason):
     """Have the scheduler refuse the one request that it has."""
     [handle] = bench.links["s"].sent
     del bench.links["s"].sent[handle]
-    bench.router.on_refusal(Refusal(handle, reason, "why"))
+    bench.router.live.on_refusal(Refusal(handle, reason, "why"))
 
 
 @pytest.mark.parametrize("reason", [*NEVER, None])
@@ -40,7 +40,7 @@ def test_a_worker_that_takes_nothing_is_passed_over_until_it_is_reported_again(r
     refuse(bench, reason)
     assert request.error is None
     assert not bench.links["s"].sent
-    bench.router.on_report("s", [report("s", 4)], is_draining=False)
+    bench.router.live.on_report("s", [report("s", 4)], is_draining=False)
     assert list(bench.links["s"].sent.values()) == request.completions
     bench.step(ends=list(bench.links["s"].sent))
     leave()

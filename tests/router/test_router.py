@@ -35,7 +35,7 @@ def test_an_id_reused_at_once_is_not_touched_by_news_of_the_one_before():
     assert bench.router.abort("same")
     leave()
     leave, request = bench.enter("same")
-    bench.router.on_step(
+    bench.router.live.on_step(
         StepOutputs(
             handles=[old],
             num_new_tokens=[1],
@@ -66,7 +66,7 @@ def test_a_cut_off_link_gives_its_requests_to_another_with_their_tokens():
     bench.step(num_tokens=3)
     other = bench.add("t")
     lost = bench.links.pop("s")
-    bench.router.on_lost(lost)
+    bench.router.live.on_lost(lost)
     [completion] = other.sent.values()
     assert completion is request.completions[0]
     assert (completion.epoch, list(completion.token_ids)) == (2, [65] * 3)
@@ -102,7 +102,7 @@ def test_what_is_lost_and_sent_again_is_not_charged_again():
     leave, request = bench.enter("r", 100, tenant="a")
     assert request.account.virtual_tokens == 100
     bench.add("t")
-    bench.router.on_lost(bench.links.pop("s"))
+    bench.router.live.on_lost(bench.links.pop("s"))
     assert bench.links["t"].sent
     assert request.account.virtual_tokens == 100
     leave()
@@ -159,7 +159,7 @@ def test_what_fits_no_worker_any_more_fails_and_holds_up_nobody():
     leave_small, small = bench.enter("small", max_tokens=10)
     assert bench.router.num_queued == 2
     smaller = dataclasses.replace(report("s", 4), max_model_len=1000)
-    bench.router.on_report("s", [smaller], is_draining=False)
+    bench.router.live.on_report("s", [smaller], is_draining=False)
     assert large.error.reason == "NO_LARGE_WORKER"
     assert [c.request for c in bench.links["s"].sent.values()] == [small]
     leave_large()
@@ -170,7 +170,7 @@ def test_what_fits_no_worker_any_more_fails_and_holds_up_nobody():
 def test_without_any_worker_requests_wait():
     bench = Bench(waiting_allowance=0, max_num_seqs=0)
     leave, request = bench.enter("r", max_tokens=90_000)
-    bench.router.on_report("s", [], is_draining=False)
+    bench.router.live.on_report("s", [], is_draining=False)
     assert request.error is None
     assert bench.router.num_queued == 1
     leave()

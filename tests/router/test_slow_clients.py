@@ -29,7 +29,7 @@ def entered(bench, request_id="r", **fields):
 def read(bench, completion, num_tokens):
     """As the stream does when its client takes something."""
     completion.num_streamed += num_tokens
-    bench.router.on_read(completion)
+    bench.router.live.on_read(completion)
 
 
 def paused(bench, link="s"):
@@ -106,7 +106,7 @@ def test_log_probabilities_that_wait_take_no_more_memory_than_tokens_may(num_log
     leave, _, completion = entered(slow, num_logprobs=num_logprobs, max_tokens=5000)
     num_steps = 0
     while not completion.is_paused:
-        slow.router.on_step(step_with_logprobs([completion.handle], num_logprobs))
+        slow.router.live.on_step(step_with_logprobs([completion.handle], num_logprobs))
         num_steps += 1
     # Nothing of a decoded message: it would keep all of its step, other requests' too.
     assert {type(entry) for entry in completion.logprobs} == {bytes}
@@ -202,7 +202,7 @@ def test_a_report_without_it_counts_nobody_else_in_its_place():
     slow = bench(max_num_seqs=1, waiting_allowance=0)
     leave, _, _ = entered(slow)
     slow.step(num_tokens=11)
-    slow.router.on_report("s", [report("s", 1)], is_draining=False)
+    slow.router.live.on_report("s", [report("s", 1)], is_draining=False)
     leave_other, _, other = entered(slow, "other")
     assert other in slow.links["s"].sent.values()
     leave()
@@ -243,7 +243,7 @@ def test_when_its_scheduler_is_lost_it_is_sent_again_only_when_it_is_read():
     leave, request, completion = entered(slow)
     slow.step(num_tokens=11)
     slow.add("t")
-    slow.router.on_lost(slow.links.pop("s"))
+    slow.router.live.on_lost(slow.links.pop("s"))
     assert (slow.router.num_queued, slow.router.num_in_flight) == (0, 0)
     assert slow.links["t"].sent == {}
     read(slow, completion, 6)
@@ -263,9 +263,9 @@ def test_a_refused_one_waits_for_its_client_too():
     handle = completion.handle
     del link.sent[handle]
     link.paused.clear()
-    slow.router.on_refusal(Refusal(handle, RefusalReason.WORKER_LOST, ""))
+    slow.router.live.on_refusal(Refusal(handle, RefusalReason.WORKER_LOST, ""))
     assert slow.router.num_queued == 0
-    slow.router.on_report("s", [report("s", 4)], is_draining=False)
+    slow.router.live.on_report("s", [report("s", 4)], is_draining=False)
     assert link.sent == {}
     read(slow, completion, 11)
     assert list(link.sent.values()) == [completion]
@@ -279,7 +279,7 @@ def test_one_that_waits_for_its_client_alone_ends_as_any_other(ending):
     leave, request, _ = entered(slow, deadline_unix_s=1090.0)
     slow.step(num_tokens=11)
     slow.add("t")
-    slow.router.on_lost(slow.links.pop("s"))
+    slow.router.live.on_lost(slow.links.pop("s"))
     match ending:
         case "abort":
             slow.router.abort("r")

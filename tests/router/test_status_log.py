@@ -60,9 +60,9 @@ async def test_ends_before_a_dispatch_are_the_routers_to_write(store_url):
         aborted, late = [c.request_id for c in stack.router._dispatcher.queue]
         await stack.stub.Abort(inference_pb2.AbortRequest(request_ids=[aborted]))
         assert (await status(stack, aborted)).state == "ABORTED"
-        live = stack.router._reservations[late].request
-        stack.router._deadlines.remove(live.number)
-        stack.router._deadlines.push(live.number, stack.router.now(), live)
+        live = stack.router.calls.get(late).request
+        stack.router.live._deadlines.remove(live.number)
+        stack.router.live._deadlines.push(live.number, stack.router.now(), live)
         stack.router.expire()
         assert (await status(stack, late)).state == "EXPIRED"
         for call in calls:

@@ -27,7 +27,7 @@ class Stopping(Bench):
 
     def say(self, token_ids, *, finish=None, draft_counts=(), has_logprobs=False):
         handle = self.completion.handle
-        self.router.on_step(
+        self.router.live.on_step(
             StepOutputs(
                 handles=[handle],
                 num_new_tokens=[len(token_ids)],

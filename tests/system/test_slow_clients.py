@@ -63,7 +63,9 @@ class Everything:
 
     @property
     def slow_completion(self):
-        (request,) = (r for r in self.router._requests.values() if len(r.prompt_token_ids) == 5)
+        (request,) = (
+            r for r in self.router.live._requests.values() if len(r.prompt_token_ids) == 5
+        )
         return request.completions[0]
 
     @property
