@@ -37,6 +37,7 @@ class StatusLog:
         self._record(
             completion,
             State.QUEUED,
+            num_completions=len(request.completions),
             tenant=request.spec.tenant,
             model=request.spec.model,
             prompt_tokens=len(request.prompt_token_ids),

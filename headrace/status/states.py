@@ -2,10 +2,10 @@
 
 Pure: `store` applies the table by compare-and-set.
 
-An epoch counts dispatches of a request. A transition keeps the epoch, with one exception: a router
-that takes a live request back (its scheduler is lost, or all services restarted) raises the epoch.
-Later writes of the old scheduler are then refused. A later request that reuses the id starts with
-no record and epoch 1; see `store`.
+An epoch counts how often a request was taken up. A transition keeps the epoch, with one exception:
+a router that takes up or ends a live request (its scheduler is lost, or its router, or both) raises
+the epoch. Later writes of the old scheduler are then refused. A later request that reuses the id
+starts with no record and epoch 1; see `store`.
 """
 
 from enum import StrEnum
@@ -54,6 +54,11 @@ _TRANSITIONS: dict[tuple[State | None, State], Writer] = {
     (State.DISPATCHED, State.RUNNING): Writer.SCHEDULER,
     # The router may find a stop string in tokens generated before the re-dispatch.
     (State.DISPATCHED, State.STOPPED): Writer.SCHEDULER,
+    # A scheduler that has the request already goes on with it under the new epoch.
+    (State.DISPATCHED, State.PREEMPTED): Writer.SCHEDULER,
+    (State.DISPATCHED, State.PAUSED): Writer.SCHEDULER,
+    (State.DISPATCHED, State.LENGTH_CAPPED): Writer.SCHEDULER,
+    (State.DISPATCHED, State.REPETITION): Writer.SCHEDULER,
     (State.DISPATCHED, State.ABORTED): Writer.SCHEDULER,
     (State.DISPATCHED, State.ERROR): Writer.SCHEDULER,
     (State.DISPATCHED, State.DEADLINE): Writer.SCHEDULER,
@@ -83,8 +88,11 @@ _TRANSITIONS: dict[tuple[State | None, State], Writer] = {
     (State.PAUSED, State.DEADLINE): Writer.SCHEDULER,
 }
 
-# Transitions from any live state with a greater epoch, written only by the router.
-_RETAKEN = frozenset({State.QUEUED, State.DISPATCHED})
+# Transitions from any live state with a greater epoch, written only by the router: by the
+# request's own router behind a lost scheduler, or by any router that claims the request.
+_RETAKEN = frozenset({State.QUEUED, State.DISPATCHED, State.ABORTED, State.ERROR})
+# What a router claims a request for: to take it up, or to end it.
+CLAIMS = frozenset({State.QUEUED, State.ABORTED, State.ERROR})
 
 
 def sources(target: State, writer: Writer) -> frozenset[State | None]:

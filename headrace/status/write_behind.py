@@ -1,95 +1,132 @@
-"""Writes status updates in batches, in the background, so that serving never waits for the store.
+"""Writes status updates and tokens in batches, in the background; serving never waits for a store.
 
-Updates of a request are kept in order and merged where only the last counts. Updates are retried
-while the store is unreachable, and dropped when no later transition can make them legal. This
-module knows neither Redis nor the state table.
+Items of a completion are kept in order, and updates merged where only the last counts. Items are
+retried while the store is unreachable, and dropped when no later transition can make them legal.
+The writer pauses so long after each batch that it takes a bounded share of the processor: when
+there is more to write, batches are written later and become larger. This module knows neither
+Redis nor the state table.
 """
 
 import asyncio
 import logging
-from collections.abc import Awaitable, Callable, Iterable, Sequence
+import time
+from collections.abc import Callable, Coroutine, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field, fields, replace
+from typing import Any
 
-from headrace.status.records import Update
+from headrace.status.metered import metered
+from headrace.status.records import JournalSource, Tokens, Update, Verdict, WriteOutcome
 from headrace.status.states import State
 
 logger = logging.getLogger(__name__)
 
-# Encoding a batch blocks the event loop, which also streams tokens; this many take 2 ms.
-_MAX_BATCH_REQUESTS = 64
-# Pause between batches, unless a full batch waits: a batch's fixed cost equals ten records'.
+Item = Tokens | Update
+
+# One batch blocks the event loop, which also streams tokens, and the server about a millisecond.
+_MAX_BATCH_COMPLETIONS = 128
+_MAX_BATCH_BYTES = 1 << 20
+# Least pause between batches: a batch's fixed cost equals that of many items.
 _BATCH_GAP_S = 0.02
+# How often the source is asked while nothing else is queued.
+_SOURCE_GAP_S = 0.05
+# The writer's share of the event loop; the greater one while many completions wait.
+_MAX_SHARE = 0.01
+_MAX_HURRIED_SHARE = 0.05
 _FIRST_BACKOFF_S = 0.05
 _MAX_BACKOFF_S = 2.0
 # The router's DISPATCHED and the scheduler's RUNNING race by milliseconds; a gap of seconds means
-# that the other writer is gone.
+# that the other writer is gone, or that the store has lost the record.
 _EARLY_PATIENCE_S = 5.0
+# Older items mean that the store does not keep up.
+_MAX_LAG_S = 5.0
 
 
 @dataclass(frozen=True, slots=True)
 class Batch:
     """The outcome of a batch.
 
-    early: one per update, whether to retry the update; empty if nothing was written.
+    outcomes: of items that were not simply applied, by position in the batch.
     failure: why the batch failed and should be retried; "" if it was written.
     is_fatal: the batch must not be retried.
     """
 
-    early: Sequence[bool] = ()
-    num_refused: int = 0
+    outcomes: Mapping[int, WriteOutcome] = field(default_factory=dict)
     failure: str = ""
     is_fatal: bool = False
 
 
 @dataclass(slots=True)
 class _Chain:
-    """Updates of one request, oldest first."""
+    """Items of one completion, oldest first; since is when the first was queued."""
 
-    updates: list[Update] = field(default_factory=list)
+    since: float
+    items: list[Item] = field(default_factory=list)
+    num_bytes: int = 0
     early_since: float | None = None
 
 
 class WriteBehind:
-    """The queue and its writer. `put` and `run` belong to one event loop."""
+    """The queue and its writer. All calls are made on one event loop."""
 
     def __init__(
         self,
-        write: Callable[[Sequence[Update]], Awaitable[Batch]],
+        write: Callable[[Sequence[Sequence[Item]]], Coroutine[Any, Any, Batch]],
         *,
-        max_requests: int,
+        max_completions: int,
+        max_bytes: int,
         clock: Callable[[], float],
+        processor_time: Callable[[], float] = time.thread_time,
     ) -> None:
-        """`write` must not raise; max_requests bounds memory while the store is unreachable."""
+        """`write` takes the items by completion and must not raise.
+
+        max_completions and max_bytes bound memory while the store is unreachable.
+        """
         self._write = write
-        self._max_requests = max_requests
+        self._max_completions = max_completions
+        self._max_bytes = max_bytes
         self._clock = clock
+        self._processor_time = processor_time
         self._pending: dict[str, _Chain] = {}
+        self._num_bytes = 0
+        self._lost: set[str] = set()
         self._has_work = asyncio.Event()
         self._is_idle = asyncio.Event()
         self._is_idle.set()
+        self._num_flushing = 0
         self._is_broken = False
+        self.source: JournalSource | None = None
         self.is_healthy = False
         self.num_refused = 0
 
+    @property
+    def is_keeping_up(self) -> bool:
+        """Whether the store is there and nothing waits for long."""
+        if not self.is_healthy:
+            return False
+        oldest = next(iter(self._pending.values()), None)
+        return oldest is None or self._clock() - oldest.since < _MAX_LAG_S
+
     def put(self, update: Update) -> None:
         """Queues an update; never waits."""
-        chain = self._pending.get(update.request_id)
-        if chain is None:
-            if self._is_broken or len(self._pending) >= self._max_requests:
-                self.num_refused += 1
-                return
-            chain = self._pending[update.request_id] = _Chain()
-        _append(chain.updates, update)
-        self._has_work.set()
-        self._is_idle.clear()
+        # The record may be there again; a completion whose record is lost gets no other chance.
+        self._lost.discard(update.request_id)
+        self._put(update)
 
     async def flush(self, timeout_s: float) -> bool:
         """Waits until nothing is queued or being written; False after the timeout."""
+        if self._is_broken:
+            return False
+        self._num_flushing += 1
+        if self.source is not None:
+            self._is_idle.clear()
+        self._has_work.set()
         try:
             async with asyncio.timeout(timeout_s):
                 await self._is_idle.wait()
         except TimeoutError:
             return False
+        finally:
+            self._num_flushing -= 1
         return not self._is_broken
 
     async def run(self) -> None:
@@ -98,11 +135,13 @@ class WriteBehind:
         while True:
             # An unreachable store is pinged even when there is nothing to write.
             if self.is_healthy:
-                await self._has_work.wait()
+                await self._work()
             taken = self._take()
-            batch = await self._write([u for chain in taken.values() for u in chain.updates])
+            batch, spent_s = await metered(
+                self._write([chain.items for chain in taken.values()]), self._processor_time
+            )
             if batch.is_fatal:
-                self._give_up(len(taken))
+                self._give_up(taken)
                 return
             self._note_health(batch.failure)
             if batch.failure:
@@ -111,47 +150,148 @@ class WriteBehind:
                 backoff_s = min(2 * backoff_s, _MAX_BACKOFF_S)
                 continue
             backoff_s = _FIRST_BACKOFF_S
-            self.num_refused += batch.num_refused
-            self._put_back(self._early_rest(taken, batch.early))
-            if any(batch.early) or len(self._pending) < _MAX_BATCH_REQUESTS:
-                await asyncio.sleep(_BATCH_GAP_S)
+            rest = self._rest(taken, batch.outcomes)
+            self._put_back(rest.items())
+            await self._pause(spent_s, has_early=bool(rest))
 
-    def _take(self) -> dict[str, _Chain]:
-        """Removes the oldest chains from the queue and returns them."""
-        ids = list(self._pending)[:_MAX_BATCH_REQUESTS]
-        return {request_id: self._pending.pop(request_id) for request_id in ids}
-
-    def _put_back(self, chains: Iterable[tuple[str, _Chain]]) -> None:
-        """Requeues chains to retry, ahead of updates queued since."""
-        for request_id, chain in chains:
-            newer = self._pending.get(request_id)
-            for update in newer.updates if newer is not None else ():
-                _append(chain.updates, update)
-            self._pending[request_id] = chain
-        if not self._pending:
+    async def _work(self) -> None:
+        """Waits until something is queued, by callers or by the source."""
+        while True:
+            self._ask_source()
+            if self._pending:
+                return
             self._has_work.clear()
             self._is_idle.set()
+            if self.source is None:
+                await self._has_work.wait()
+                continue
+            try:
+                async with asyncio.timeout(_SOURCE_GAP_S):
+                    await self._has_work.wait()
+            except TimeoutError:
+                continue
 
-    def _early_rest(
-        self, taken: dict[str, _Chain], early: Sequence[bool]
-    ) -> Iterable[tuple[str, _Chain]]:
-        """The updates of each chain that remain to be written, given which were early."""
-        now = self._clock()
-        begin = 0
-        for request_id, chain in taken.items():
-            flags = early[begin : begin + len(chain.updates)]
-            begin += len(chain.updates)
-            if not any(flags):
-                continue
-            since = chain.early_since if flags[0] and chain.early_since is not None else now
-            if now - since > _EARLY_PATIENCE_S:
+    def _ask_source(self) -> None:
+        """Queues what the source has, unless a full batch waits already."""
+        if self.source is None or len(self._pending) >= _MAX_BATCH_COMPLETIONS:
+            return
+        for item in self.source.take():
+            if item.request_id not in self._lost:
+                self._put(item)
+            elif isinstance(item, Update):
                 self.num_refused += 1
-                logger.warning(
-                    "status of %s: %s never became possible", request_id, chain.updates[0].state
-                )
+                self._lost.discard(item.request_id)
+
+    def _put(self, item: Item) -> None:
+        chain = self._pending.get(item.request_id)
+        num_bytes = _num_bytes(item)
+        if self._num_bytes + num_bytes > self._max_bytes and isinstance(item, Update):
+            # Without the spec, the request can be looked up but not be taken up again.
+            item, num_bytes = replace(item, spec=None), 0
+        if chain is None:
+            if self._is_broken or len(self._pending) >= self._max_completions:
+                self.num_refused += 1
+                return
+            chain = self._pending[item.request_id] = _Chain(self._clock())
+        _append(chain.items, item)
+        chain.num_bytes += num_bytes
+        self._num_bytes += num_bytes
+        self._has_work.set()
+        self._is_idle.clear()
+
+    def _take(self) -> dict[str, _Chain]:
+        """Removes the oldest chains, one batch of them, from the queue and returns them."""
+        taken: dict[str, _Chain] = {}
+        num_bytes = 0
+        for name, chain in self._pending.items():
+            if len(taken) == _MAX_BATCH_COMPLETIONS or (taken and num_bytes > _MAX_BATCH_BYTES):
+                break
+            taken[name] = chain
+            num_bytes += chain.num_bytes
+        for name in taken:
+            del self._pending[name]
+        self._num_bytes -= num_bytes
+        return taken
+
+    def _put_back(self, chains: Iterable[tuple[str, _Chain]]) -> None:
+        """Requeues chains to retry, ahead of items queued since."""
+        for name, chain in chains:
+            self._num_bytes += chain.num_bytes
+            newer = self._pending.get(name)
+            if newer is not None:
+                for item in newer.items:
+                    _append(chain.items, item)
+                chain.num_bytes += newer.num_bytes
+            self._pending[name] = chain
+
+    def _rest(
+        self, taken: dict[str, _Chain], outcomes: Mapping[int, WriteOutcome]
+    ) -> dict[str, _Chain]:
+        """What remains to be written of each chain, by the outcomes of its items."""
+        if not outcomes:
+            return {}
+        rest: dict[str, _Chain] = {}
+        stale: list[tuple[str, int]] = []
+        begin = 0
+        for name, chain in taken.items():
+            count = len(chain.items)
+            mine = {i: o for i in range(count) if (o := outcomes.get(begin + i)) is not None}
+            begin += count
+            if not mine:
                 continue
-            first = list(flags).index(True)
-            yield request_id, _Chain(chain.updates[first:], since)
+            stale += {(name, chain.items[i].epoch) for i, o in mine.items() if o.is_superseded}
+            if (left := self._left_of(chain, mine)) is not None:
+                rest[name] = left
+        if stale and self.source is not None:
+            self.source.stale(stale)
+        return rest
+
+    def _left_of(self, chain: _Chain, outcomes: Mapping[int, WriteOutcome]) -> _Chain | None:
+        """The part of a chain to write again: tokens that the store lacks, and what was early."""
+        refused = {Verdict.STALE, Verdict.ILLEGAL}
+        self.num_refused += sum(o.verdict in refused for o in outcomes.values())
+        items: list[Item] = []
+        gap = next((i for i, o in outcomes.items() if o.verdict is Verdict.GAP), None)
+        if gap is not None and (tokens := self._again(chain.items[gap], outcomes[gap])) is not None:
+            items.append(tokens)
+        early = next((i for i, o in outcomes.items() if o.verdict is Verdict.EARLY), None)
+        since = None
+        if early is not None:
+            now = self._clock()
+            since = now if early or chain.early_since is None else chain.early_since
+            if now - since > _EARLY_PATIENCE_S:
+                self._lose(chain.items[early])
+            else:
+                items += chain.items[early:]
+        if not items:
+            return None
+        return _Chain(chain.since, items, sum(map(_num_bytes, items)), since)
+
+    def _again(self, item: Item, outcome: WriteOutcome) -> Tokens | None:
+        """The tokens that the store lacks, as the source has them."""
+        tokens = None
+        if self.source is not None:
+            tokens = self.source.again(item.request_id, item.epoch, outcome.num_tokens)
+        if tokens is None:
+            self.num_refused += 1
+            logger.debug("journal of %s: lost after %d", item.request_id, outcome.num_tokens)
+        return tokens
+
+    def _lose(self, item: Item) -> None:
+        """Gives up a completion whose record does not come."""
+        self.num_refused += 1
+        what = item.state if isinstance(item, Update) else "its journal"
+        logger.warning("status of %s: %s never became possible", item.request_id, what)
+        if len(self._lost) < self._max_completions:
+            self._lost.add(item.request_id)
+
+    async def _pause(self, spent_s: float, *, has_early: bool) -> None:
+        """Waits between batches so that the writer has no more than its share of the loop."""
+        if self._num_flushing and not has_early:
+            return
+        is_hurried = len(self._pending) >= 8 * _MAX_BATCH_COMPLETIONS
+        share = _MAX_HURRIED_SHARE if is_hurried else _MAX_SHARE
+        await asyncio.sleep(max(_BATCH_GAP_S, spent_s * (1 / share - 1)))
 
     def _note_health(self, failure: str) -> None:
         if failure and self.is_healthy:
@@ -160,32 +300,43 @@ class WriteBehind:
             logger.info("status store is here")
         self.is_healthy = not failure
 
-    def _give_up(self, num_taken: int) -> None:
+    def _give_up(self, taken: Mapping[str, _Chain]) -> None:
         self.is_healthy = False
         self._is_broken = True
-        self.num_refused += num_taken + len(self._pending)
+        self.num_refused += len(taken) + len(self._pending)
         self._pending.clear()
+        self._num_bytes = 0
         self._is_idle.set()
 
 
-def _append(updates: list[Update], update: Update) -> None:
-    """Adds an update to a chain, merging updates whose intermediate states need not be seen.
+def _num_bytes(item: Item) -> int:
+    """About what an item occupies beyond a fixed size."""
+    if isinstance(item, Update):
+        return len(item.spec or b"")
+    num_bytes = len(item.token_ids)
+    if item.logprobs or item.prompt_logprobs:
+        num_bytes += sum(map(len, item.logprobs)) + sum(map(len, item.prompt_logprobs))
+    return num_bytes
+
+
+def _append(items: list[Item], item: Item) -> None:
+    """Adds an item to a chain, merging updates whose intermediate states need not be seen.
 
     So the chain of a request that is preempted or paused and resumed for hours while the store is
     unreachable stays short.
     """
     flapping = {State.RUNNING, State.PREEMPTED, State.PAUSED}
-    if updates and _same(updates[-1], update):
-        updates[-1] = _merged(updates[-1], update)
+    last, before = (None, None, *items)[:-3:-1]
+    if not isinstance(item, Update) or not isinstance(last, Update):
+        items.append(item)
+    elif _same(last, item):
+        items[-1] = _merged(last, item)
     elif (
-        len(updates) > 1
-        and _same(updates[-2], update)
-        and {updates[-1].state, update.state} <= flapping
+        isinstance(before, Update) and _same(before, item) and {last.state, item.state} <= flapping
     ):
-        last = updates.pop()
-        updates[-1] = _merged(_merged(updates[-1], last), update)
+        items[-2:] = [_merged(_merged(before, last), item)]
     else:
-        updates.append(update)
+        items.append(item)
 
 
 def _same(one: Update, other: Update) -> bool:

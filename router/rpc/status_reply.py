@@ -1,5 +1,7 @@
 """GetStatus from the store: a request's record, or the sum of its completions' records."""
 
+from collections.abc import Sequence
+
 from google.protobuf.timestamp_pb2 import Timestamp
 
 from headrace.service.errors import not_found
@@ -7,27 +9,16 @@ from headrace.status.records import Record
 from headrace.status.store import StatusStore
 from headrace.v1 import inference_pb2
 
-_MAX_COMPLETIONS = 16
-
 
 async def read_status(store: StatusStore, request_id: str) -> inference_pb2.GetStatusResponse:
     """A request's status; NOT_FOUND when the store has no record of the request."""
-    record = await store.get(request_id)
-    if record is not None:
-        return _response(request_id, [record])
-    # Each of several completions has a record, and the request itself has none.
-    records: list[Record] = []
-    for index in range(_MAX_COMPLETIONS):
-        record = await store.get(f"{request_id}#{index}")
-        if record is None:
-            break
-        records.append(record)
+    records = await store.records(request_id)
     if not records:
         raise not_found("UNKNOWN_REQUEST", f"request_id: there is no record of {request_id!r}")
     return _response(request_id, records)
 
 
-def _response(request_id: str, records: list[Record]) -> inference_pb2.GetStatusResponse:
+def _response(request_id: str, records: Sequence[Record]) -> inference_pb2.GetStatusResponse:
     """The sum of the completions' records; the request lives as long as one of them does."""
     living = [record for record in records if not record.state.is_final]
     shown = living[0] if living else max(records, key=lambda record: record.update_time_unix_s)

@@ -179,21 +179,20 @@ async def test_states_of_the_other_writer_and_bad_ids_are_our_own_bug(router, sc
         router.record(update(State.QUEUED, request_id="a}b"))
 
 
-async def test_a_finished_record_lives_shorter_than_a_live_one(embedded):
+async def test_a_finished_record_lives_shorter_than_a_live_one(embedded, client):
     async with (
         StatusStore(embedded.url, Writer.ROUTER, live_ttl_s=100, finished_ttl_s=5) as store,
     ):
-        assert store._client is not None
+        key = "headrace:2:{r1}:status#0"
         await store.apply(update(State.QUEUED))
-        assert 95_000 < await store._client.pttl(store.key("r1")) <= 100_000
+        assert 95_000 < await client.pttl(key) <= 100_000
         await store.apply(update(State.ABORTED))
-        assert 0 < await store._client.pttl(store.key("r1")) <= 5_000
+        assert 0 < await client.pttl(key) <= 5_000
 
 
-async def test_a_flushed_server_is_taught_the_script_again(router):
+async def test_a_flushed_server_is_taught_the_script_again(router, client):
     await router.apply(update(State.QUEUED))
-    assert router._client is not None
-    await router._client.script_flush()
+    await client.script_flush()
     assert await verdict(router, State.DISPATCHED) is Verdict.APPLIED
 
 

@@ -4,7 +4,7 @@ import asyncio
 from contextlib import asynccontextmanager
 
 from headrace.status import write_behind
-from headrace.status.records import Update
+from headrace.status.records import Update, Verdict, WriteOutcome
 from headrace.status.states import State, Writer
 from headrace.status.store import StatusStore
 from headrace.status.write_behind import Batch, WriteBehind
@@ -27,19 +27,24 @@ async def running(behind):
 class ScriptedStore:
     """Answers batches in turn, the last answer for ever; keeps what was written."""
 
-    def __init__(self, *answers: Batch | None) -> None:
-        self._answers = list(answers) or [None]
+    def __init__(self, *answers: Batch) -> None:
+        self._answers = list(answers) or [Batch()]
         self.written: list[list[tuple[str, State]]] = []
 
-    async def write(self, updates):
-        if updates:
-            self.written.append([(u.request_id, u.state) for u in updates])
-        answer = self._answers.pop(0) if len(self._answers) > 1 else self._answers[0]
-        return answer if answer is not None else Batch(early=[False] * len(updates))
+    async def write(self, chains):
+        if chains:
+            self.written.append([(u.request_id, u.state) for chain in chains for u in chain])
+        return self._answers.pop(0) if len(self._answers) > 1 else self._answers[0]
 
 
-def behind(store, *, max_requests=100, clock=lambda: 0.0):
-    return WriteBehind(store.write, max_requests=max_requests, clock=clock)
+def early(*positions):
+    return Batch(outcomes=dict.fromkeys(positions, WriteOutcome(Verdict.EARLY)))
+
+
+def behind(store, *, max_completions=100, max_bytes=1000, clock=lambda: 0.0, **more):
+    return WriteBehind(
+        store.write, max_completions=max_completions, max_bytes=max_bytes, clock=clock, **more
+    )
 
 
 async def test_updates_of_both_writers_arrive_in_order_whoever_is_first(embedded):
@@ -92,7 +97,7 @@ async def test_recording_goes_on_when_the_store_dies_and_catches_up(embedded):
 
 async def test_a_store_that_is_away_is_not_durable_and_is_found_again(monkeypatch):
     monkeypatch.setattr(write_behind, "_FIRST_BACKOFF_S", 0.001)
-    store = ScriptedStore(Batch(failure="gone"), Batch(failure="gone"), None)
+    store = ScriptedStore(Batch(failure="gone"), Batch(failure="gone"), Batch())
     async with running(behind(store)) as queue:
         queue.put(update(State.QUEUED))
         assert not queue.is_healthy
@@ -102,8 +107,8 @@ async def test_a_store_that_is_away_is_not_durable_and_is_found_again(monkeypatc
 
 
 async def test_what_never_becomes_possible_is_dropped_after_a_while():
-    times = iter([0.0, 1.0, 4.0, 6.0, 7.0])
-    store = ScriptedStore(Batch(early=[True]))
+    times = iter([0.0, 0.0, 1.0, 4.0, 6.0, 7.0])
+    store = ScriptedStore(early(0))
     async with running(behind(store, clock=lambda: next(times))) as queue:
         queue.put(update(State.RUNNING))
         assert await queue.flush(5)
@@ -112,7 +117,7 @@ async def test_what_never_becomes_possible_is_dropped_after_a_while():
 
 
 async def test_only_what_follows_an_early_update_is_written_again():
-    store = ScriptedStore(Batch(early=[False, True, True, False]), None)
+    store = ScriptedStore(early(1, 2), Batch())
     queue = behind(store)
     for state in (State.QUEUED, State.DISPATCHED, State.ABORTED):
         queue.put(update(state))
@@ -127,12 +132,12 @@ async def test_newer_updates_queue_behind_those_that_are_written_again():
     release = asyncio.Event()
     entered = asyncio.Event()
 
-    async def slow(updates):
+    async def slow(chains):
         if not entered.is_set():
             entered.set()
             await release.wait()
             return Batch(failure="gone")
-        return await store.write(updates)
+        return await store.write(chains)
 
     queue._write = slow
     queue.put(update(State.QUEUED))
@@ -145,7 +150,7 @@ async def test_newer_updates_queue_behind_those_that_are_written_again():
 
 
 async def test_the_queue_is_bounded_and_counts_what_it_drops():
-    queue = behind(store := ScriptedStore(), max_requests=2)
+    queue = behind(store := ScriptedStore(), max_completions=2)
     for n in range(5):
         queue.put(update(State.QUEUED, request_id=f"r{n}"))
     queue.put(update(State.DISPATCHED, request_id="r0"))
@@ -163,7 +168,7 @@ async def test_flapping_while_nobody_looks_stays_short():
         lost = State.PAUSED if n % 4 else State.PREEMPTED
         queue.put(update(lost, completion_tokens=n))
         queue.put(update(State.RUNNING, completion_tokens=n + 1))
-    (merged,) = queue._pending["r1"].updates
+    (merged,) = queue._pending["r1"].items
     assert (merged.state, merged.worker_id) == (State.RUNNING, "w")
     assert merged.completion_tokens == 99
     async with running(queue):
@@ -182,9 +187,9 @@ async def test_refused_credentials_end_the_writing():
 
 
 async def test_many_requests_go_out_in_few_batches(monkeypatch):
-    monkeypatch.setattr(write_behind, "_MAX_BATCH_REQUESTS", 50)
+    monkeypatch.setattr(write_behind, "_MAX_BATCH_COMPLETIONS", 50)
     num_requests = 2000
-    queue = behind(store := ScriptedStore(), max_requests=num_requests)
+    queue = behind(store := ScriptedStore(), max_completions=num_requests)
     for n in range(num_requests):
         queue.put(update(State.QUEUED, request_id=f"r{n}"))
     async with running(queue):
