@@ -79,7 +79,10 @@ async def serve(
         raise config.ConfigError(f"store_url or otlp_endpoint: {error}") from error
     async with store:
         switchboard = Switchboard(Journal(store, scheduler_id, clock=time.time))
-        connectors = {address: GpuWorkerClient(address, channel) for address in scheduler.worker}
+        term = time.time_ns()
+        connectors = {
+            address: GpuWorkerClient(address, channel, term=term) for address in scheduler.worker
+        }
         workers = build_pool(connectors, switchboard, scheduler, pool, clock=time.time)
         orphans = Orphans(
             switchboard.requests,

@@ -226,17 +226,23 @@ class Pool:
 
     async def _drive_once(self, worker: ManagedWorker) -> int:
         """Describe the worker and run its engine; returns the number of steps that were done."""
-        # Fails where its tables do not fit in memory, or nothing can be planned with such limits.
-        engine = self._start(worker, await self._describe(worker))
+        info, stream = await self._reach(worker)
+        try:
+            # Fails where its tables do not fit in memory or no step can be planned with its limits.
+            engine = self._start(worker, info, stream)
+        except BaseException:
+            stream.close()
+            raise
         await self._run_engine(worker, engine)
         self._lose(worker, engine)
         return engine.num_steps
 
-    async def _describe(self, worker: ManagedWorker) -> WorkerSpec:
+    async def _reach(self, worker: ManagedWorker) -> tuple[WorkerSpec, WorkerStream]:
+        """What the worker is, and a stream that it has taken, as soon as it can be had."""
         retry_s, last_reason = _FIRST_RETRY_S, ""
         while True:
             try:
-                return await worker.connector.describe()
+                return await worker.connector.describe(), await worker.connector.execute()
             except WorkerUnavailableError as error:
                 # Each reason is logged once: a wrong token must show, a long load must not flood.
                 if (reason := str(error)) != last_reason:
@@ -260,9 +266,9 @@ class Pool:
         )
         return replace(info, worker_id=apart)
 
-    def _start(self, worker: ManagedWorker, info: WorkerSpec) -> WorkerEngine:
+    def _start(self, worker: ManagedWorker, info: WorkerSpec, stream: WorkerStream) -> WorkerEngine:
         info = self._named_apart(worker, info)
-        worker.engine = self._make_engine(info, worker.connector.execute())
+        worker.engine = self._make_engine(info, stream)
         worker.info = worker.engine.info
         worker.state = WorkerState.READY
         self._switchboard.changes.notify()

@@ -82,6 +82,10 @@ class WorkerUnavailableError(Exception):
     """The worker cannot be reached, or its model is still loading."""
 
 
+class WorkerTakenError(WorkerUnavailableError):
+    """A scheduler that was started later drives the worker."""
+
+
 class WorkerStream(Protocol):
     """The steps of one incarnation, in order."""
 
@@ -120,8 +124,13 @@ class WorkerConnector(Protocol):
             WorkerUnavailableError: when it does not answer or still loads its model.
         """
 
-    def execute(self) -> WorkerStream:
-        """A new stream with every row empty; the worker ends its older stream."""
+    async def execute(self) -> WorkerStream:
+        """A new stream with every row empty; the worker ends its older stream.
+
+        Raises:
+            WorkerUnavailableError: when the worker does not take the stream; WorkerTakenError where
+                another scheduler keeps it.
+        """
 
     async def close(self) -> None:
         """Close the connection."""

@@ -23,10 +23,11 @@ from gpuworker.core.plan import ExecutedStep, PlanError, ReceivedPlan
 from gpuworker.engine import LoadedModel
 from gpuworker.pipeline import StepPipeline
 from gpuworker.rpc import wire
-from headrace.service import telemetry
+from headrace.service import telemetry, terms
 from headrace.service.errors import (
     ServiceError,
     aborted,
+    failed_precondition,
     internal,
     invalid,
     unavailable,
@@ -63,7 +64,8 @@ class _DrainingNotice:
 class _Stream:
     """One Execute call: futures of results in the order of plans, ended by None or an error."""
 
-    def __init__(self) -> None:
+    def __init__(self, term: int) -> None:
+        self.term = term
         self.is_current = True
         self.results: asyncio.Queue[
             asyncio.Future[ExecutedStep] | _DrainingNotice | ServiceError | None
@@ -160,15 +162,17 @@ class GpuWorkerService(gpuworker_pb2_grpc.GpuWorkerServicer):
         )
 
     async def Execute(
-        self, plans: AsyncIterator[gpuworker_pb2.StepPlan], _context: Any
+        self, plans: AsyncIterator[gpuworker_pb2.StepPlan], context: Any
     ) -> AsyncIterator[gpuworker_pb2.StepResult]:
         engine = self._require_engine()
         if self._is_draining:
             raise unavailable("DRAINING", "this worker is shutting down")
-        stream = self._replace_stream()
+        stream = self._replace_stream(terms.term_in(context.invocation_metadata()) or 0)
         reader = asyncio.create_task(self._read(engine, stream, plans))
         reader.add_done_callback(partial(_end_broken, stream))
         try:
+            # Before any result: a scheduler counts on the worker only once it has the stream.
+            await context.send_initial_metadata(terms.metadata_of(stream.term))
             while True:
                 result = await stream.results.get()
                 if result is None:
@@ -200,12 +204,23 @@ class GpuWorkerService(gpuworker_pb2_grpc.GpuWorkerServicer):
             )
         return self._engine
 
-    def _replace_stream(self) -> _Stream:
-        """Ends the current stream and returns a new stream, which becomes current."""
+    def _replace_stream(self, term: int) -> _Stream:
+        """Ends the current stream and returns a new stream, which becomes current.
+
+        Raises:
+            ServiceError: FAILED_PRECONDITION, if the current stream lives and has a greater term.
+        """
+        current = self._stream
+        if current is not None and current.is_current and current.term > term:
+            raise failed_precondition(
+                terms.NEWER_OWNER,
+                "a scheduler that was started later drives this worker; use another worker, or"
+                " try again when that scheduler has gone",
+            )
         self._end_stream(
             aborted("STREAM_REPLACED", "another Execute stream has taken this worker over")
         )
-        self._stream = _Stream()
+        self._stream = _Stream(term)
         return self._stream
 
     def _end_stream(self, error: ServiceError) -> None:

@@ -79,6 +79,7 @@ def invalid(field: str, message: str) -> ServiceError:
 # Called with reason and message.
 not_found = partial(ServiceError, grpc.StatusCode.NOT_FOUND)
 already_exists = partial(ServiceError, grpc.StatusCode.ALREADY_EXISTS)
+failed_precondition = partial(ServiceError, grpc.StatusCode.FAILED_PRECONDITION)
 deadline_exceeded = partial(ServiceError, grpc.StatusCode.DEADLINE_EXCEEDED)
 unimplemented = partial(ServiceError, grpc.StatusCode.UNIMPLEMENTED)
 unauthenticated = partial(ServiceError, grpc.StatusCode.UNAUTHENTICATED)

@@ -5,8 +5,9 @@ from collections.abc import Sequence
 
 import grpc.aio
 
+from headrace.service import terms
 from headrace.service.channels import ChannelConfig, open_channel
-from headrace.service.errors import ServiceError
+from headrace.service.errors import ServiceError, from_rpc_error
 from headrace.v1 import common_pb2, gpuworker_pb2, gpuworker_pb2_grpc
 from scheduler.core.plan import StepPlan
 from scheduler.rpc import wire
@@ -15,17 +16,22 @@ from scheduler.worker import (
     WorkerLostError,
     WorkerResult,
     WorkerSpec,
+    WorkerTakenError,
     WorkerUnavailableError,
 )
 
 # A worker that is stopped (not dead) accepts calls and answers none.
-_DESCRIBE_TIMEOUT_S = 5.0
+_ANSWER_TIMEOUT_S = 5.0
 
 
 class GpuWorkerClient:
-    """A client of one address; owns the channel."""
+    """A client of one address; owns the channel.
 
-    def __init__(self, address: str, config: ChannelConfig) -> None:
+    term: of two schedulers that drive one worker, the one with the smaller term yields.
+    """
+
+    def __init__(self, address: str, config: ChannelConfig, *, term: int) -> None:
+        self._term = term
         self._channel = open_channel(address, config)
         self._stub = gpuworker_pb2_grpc.GpuWorkerStub(self._channel)
 
@@ -33,7 +39,7 @@ class GpuWorkerClient:
         """The worker's spec; WorkerUnavailableError until the worker answers."""
         try:
             response = await self._stub.Describe(
-                gpuworker_pb2.DescribeRequest(), timeout=_DESCRIBE_TIMEOUT_S
+                gpuworker_pb2.DescribeRequest(), timeout=_ANSWER_TIMEOUT_S
             )
             if response.worker.state == common_pb2.WORKER_STATE_DRAINING:
                 raise WorkerUnavailableError("it is shutting down")
@@ -43,9 +49,26 @@ class GpuWorkerClient:
         except ServiceError as error:
             raise WorkerUnavailableError(f"it describes itself wrongly: {error}") from error
 
-    def execute(self) -> "ExecuteStream":
-        """A new stream of steps."""
-        return ExecuteStream(self._stub.Execute())
+    async def execute(self) -> "ExecuteStream":
+        """A new stream of steps, once the worker has taken it; see WorkerConnector."""
+        call = self._stub.Execute(metadata=terms.metadata_of(self._term))
+        is_taken = False
+        try:
+            async with asyncio.timeout(_ANSWER_TIMEOUT_S):
+                is_taken = terms.term_in(await call.initial_metadata()) is not None
+                if not is_taken:
+                    await call.read()
+                    raise WorkerUnavailableError("it ended the stream")
+        except TimeoutError:
+            raise WorkerUnavailableError("it does not answer") from None
+        except grpc.aio.AioRpcError as error:
+            is_newer = from_rpc_error(error).reason == terms.NEWER_OWNER
+            kind = WorkerTakenError if is_newer else WorkerUnavailableError
+            raise kind(_describe_error(error)) from error
+        finally:
+            if not is_taken:
+                call.cancel()
+        return ExecuteStream(call)
 
     async def close(self) -> None:
         """Close the channel."""

@@ -13,6 +13,7 @@ from itertools import chain
 import grpc.aio
 import numpy as np
 
+from headrace.service import terms
 from headrace.service.columns import pack_int32, unpack_int32
 from headrace.service.errors import unavailable
 from headrace.service.serving import GrpcServer, ServingConfig
@@ -290,6 +291,9 @@ class FakeGpuWorker(gpuworker_pb2_grpc.GpuWorkerServicer):
     ) -> None:
         if self.is_draining:
             raise unavailable("DRAINING", "it is shutting down")
+        term = terms.term_in(context.invocation_metadata())
+        assert term is not None, "a scheduler without a term"
+        await context.send_initial_metadata(terms.metadata_of(term))
         telling = asyncio.create_task(self._tell_of_draining(context))
         self.num_streams += 1
         try:

@@ -73,14 +73,22 @@ async def running_scheduler(
     settings: SchedulerSettings | None = None,
     pool_settings: PoolSettings | None = None,
     store: StatusStore | None = None,
+    *,
+    term: int = 1,
+    has_company: bool = False,
 ) -> AsyncIterator[RunningScheduler]:
-    """A scheduler over started workers. At the end nothing of any request may be left."""
+    """A scheduler over started workers. At the end nothing of any request may be left.
+
+    has_company: other services of the test run on in this process, with tasks of their own.
+    """
     tasks_before = asyncio.all_tasks()
     scheduler = RunningScheduler()
     store = store or StatusStore("", Writer.SCHEDULER)
     pool_settings = pool_settings or PoolSettings()
     switchboard = Switchboard(Journal(store, "s0", clock=time.time))
-    connectors = {w.address: GpuWorkerClient(w.address, ChannelConfig()) for w in workers}
+    connectors = {
+        w.address: GpuWorkerClient(w.address, ChannelConfig(), term=term) for w in workers
+    }
     pool = build_pool(
         connectors, switchboard, settings or SchedulerSettings(), pool_settings, clock=scheduler.now
     )
@@ -110,6 +118,8 @@ async def running_scheduler(
             await worker.kill()
     for worker in workers:
         assert not worker.errors, worker.errors
+    if has_company:
+        return
     await until(lambda: asyncio.all_tasks() <= tasks_before)
     # The __del__ of a gRPC server shuts it down (again), which needs a running loop.
     del server, service, scheduler

@@ -128,7 +128,7 @@ class Connector:
             vocab_size=100,
         )
 
-    def execute(self) -> StreamThatBreaksWhenLeft:
+    async def execute(self) -> StreamThatBreaksWhenLeft:
         return self.stream
 
     async def close(self) -> None:
