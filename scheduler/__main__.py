@@ -17,10 +17,10 @@ from headrace.service.process import ProcessConfig, keep_for_good, run, write_ad
 from headrace.service.serving import GrpcServer, ServingConfig, stop_asked
 from headrace.status.states import Writer
 from headrace.status.store import StatusStore
-from scheduler.build import build_pool
+from scheduler.build import build_pool, keep_journal
 from scheduler.config import PoolSettings, SchedulerSettings
-from scheduler.journal import Journal
 from scheduler.orphans import Orphans
+from scheduler.request_log import RequestLog
 from scheduler.rpc.gpuworker_client import GpuWorkerClient
 from scheduler.rpc.service import FULL_NAME, SchedulerService
 from scheduler.switchboard import Switchboard
@@ -78,8 +78,9 @@ async def serve(
     except ValueError as error:
         raise config.ConfigError(f"store_url or otlp_endpoint: {error}") from error
     async with store:
-        switchboard = Switchboard(Journal(store, scheduler_id, clock=time.time))
         term = time.time_ns()
+        log = RequestLog(store, scheduler_id, str(term), clock=time.time)
+        switchboard = Switchboard(log)
         connectors = {
             address: GpuWorkerClient(address, channel, term=term) for address in scheduler.worker
         }
@@ -89,6 +90,7 @@ async def serve(
             ttl_s=pool.orphan_ttl_s,
             max_num_unread_tokens=pool.max_orphan_tokens,
         )
+        keep_journal(store, switchboard, orphans)
         service = SchedulerService(
             scheduler_id, switchboard, workers, orphans, max_waiting_tokens=pool.max_waiting_tokens
         )
@@ -98,9 +100,9 @@ async def serve(
         stop = stop_asked()
         write_address(process, await server.start())
         async with asyncio.TaskGroup() as tasks:
-            background = [
-                tasks.create_task(job) for job in (store.run(), workers.run(), orphans.run())
-            ]
+            lease = store.hold_lease("scheduler", scheduler_id, str(term))
+            jobs = (store.run(), lease, workers.run(), orphans.run())
+            background = [tasks.create_task(job) for job in jobs]
             server.set_serving(True)
             await stop.wait()
             server.set_serving(False)

@@ -2,16 +2,21 @@
 
 from collections.abc import Callable, Mapping
 from dataclasses import replace
+from functools import partial
 from pathlib import Path
 
+from headrace.status.store import StatusStore
+from scheduler import takeover
 from scheduler.config import PoolSettings, SchedulerSettings
 from scheduler.core.plan import SchedulerConfig
 from scheduler.core.policy import POLICIES, policy_name
 from scheduler.core.scheduler import SchedulerCore
 from scheduler.engine import WorkerEngine
+from scheduler.orphans import Orphans
 from scheduler.pool import Pool
 from scheduler.replay.recording import Recording, path_for
 from scheduler.switchboard import Switchboard
+from scheduler.token_journal import TokenJournal
 from scheduler.worker import WorkerConnector, WorkerSpec, WorkerStream
 
 
@@ -79,6 +84,14 @@ def build_pool(
         )
 
     return Pool(connectors, make_engine, switchboard, pool_settings, clock=clock)
+
+
+def keep_journal(store: StatusStore, switchboard: Switchboard, orphans: Orphans) -> None:
+    """Let the store's writer keep the tokens of all requests, if there is a store."""
+    if store.is_configured:
+        on_stale = partial(takeover.set_aside, switchboard, orphans)
+        journal = TokenJournal(switchboard.requests, on_stale)
+        switchboard.log.journal = store.source = journal
 
 
 def _narrowed(limit: int, setting: int) -> int:

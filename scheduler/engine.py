@@ -78,7 +78,7 @@ class WorkerEngine:
         self._stream = stream
         self._info = info
         self._switchboard = switchboard
-        self._journal = switchboard.journal
+        self._log = switchboard.log
         self._clock = clock
         self._pipeline_depth = pipeline_depth
         self._step_timeout_s = step_timeout_s
@@ -137,7 +137,7 @@ class WorkerEngine:
         """Queue a request; `refusal` must have returned None for the request."""
         request.owner = self
         self._requests[request.key] = request
-        self._journal.submitted(request, self._info.worker_id)
+        self._log.submitted(request, self._info.worker_id)
         self._tell(request)
 
     def cancel(self, request: LiveRequest, status: RequestStatus) -> None:
@@ -189,15 +189,15 @@ class WorkerEngine:
         self._requests.clear()
         return taken
 
-    def output_token_ids(self, request: LiveRequest) -> Int32Array | None:
+    def output_token_ids(self, request: LiveRequest, start: int = 0) -> Int32Array | None:
         """[num_tokens] published so far; None if the engine failed in the step of its end."""
         # A step that failed in the middle has not been published.
         num_published = self._switchboard.requests.num_generated(request)
-        token_ids = self._core.output_token_ids(request.key)
+        token_ids = self._core.output_token_ids(request.key, start)
         if token_ids is not None:
-            return token_ids[:num_published]
+            return token_ids[: num_published - start]
         is_not_in_core = len(request.generated_token_ids) == num_published
-        return request.generated_token_ids if is_not_in_core else None
+        return request.generated_token_ids[start:] if is_not_in_core else None
 
     def _take_from_core(self, request: LiveRequest) -> None:
         """Note the request's tokens. Those of a step that failed in the middle are generated again;
@@ -249,14 +249,14 @@ class WorkerEngine:
         plan = self._core.schedule(self._clock())
         self._publish_ends(plan.expired)
         for key in plan.preempted_keys:
-            self._journal.preempted(self._requests[key])
+            self._log.preempted(self._requests[key])
         admissions = self._note_admissions(plan.admissions) if plan.admissions else ()
         audit = self._auditor.begin()
         if audit is None and not plan.is_worth_sending:
             self._is_worth_planning = False
             return
         placed = self._assign_rows(plan)
-        span = self._journal.begin_step(plan, placed) if placed else None
+        span = self._log.begin_step(plan, placed) if placed else None
         if not self._in_flight:
             self._last_progress_s = asyncio.get_running_loop().time()
         keys = self._key_by_row[plan.rows]
@@ -299,7 +299,7 @@ class WorkerEngine:
         first = []
         for admission in admissions:
             request = self._requests[admission.key]
-            self._journal.admitted(request, admission.num_cached_tokens, self._info.worker_id)
+            self._log.admitted(request, admission.num_cached_tokens, self._info)
             request.is_admitted = True
             if request.admission is None:
                 facts = FirstAdmission(

@@ -52,7 +52,7 @@ class Inbox:
         self._core = core
         self._info = info
         self._switchboard = switchboard
-        self._journal = switchboard.journal
+        self._log = switchboard.log
         self._clock = clock
         self._hashes_ahead = hashes_ahead
         self._messages: deque[Message] = deque()
@@ -123,7 +123,7 @@ class Inbox:
             request.submission, generated, self._info, self._core.config.max_num_tokens
         )
         if end is not None:
-            self._journal.admitted(request, 0, self._info.worker_id)
+            self._log.admitted(request, 0, self._info)
             return intake.unscheduled_end(request, end)
         new_request = intake.new_request(request, self._info, hashes_ahead=self._hashes_ahead)
         if new_request.block_hashes is None:
@@ -142,6 +142,6 @@ class Inbox:
         if not request.is_paused:
             self._core.continue_request(request.key)
         elif self._core.pause_request(request.key):
-            self._journal.paused(request)
+            self._log.paused(request)
             # Its blocks are free; routers learn that even if nothing else runs.
             self._switchboard.changes.notify()

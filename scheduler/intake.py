@@ -60,4 +60,6 @@ def end_reached(
 
 def unscheduled_end(request: LiveRequest, status: RequestStatus) -> FinishedRequest:
     """The end of a request that no core has."""
-    return FinishedRequest(request.key, request.submission.request_id, status, None, 0)
+    return FinishedRequest(
+        request.key, request.submission.request_id, status, None, 0, request.generated_token_ids
+    )

@@ -1,8 +1,7 @@
 """The gpuworkers this scheduler drives, and which of them gets a request.
 
 One task per worker describes the worker, runs an engine on it, and starts over when the worker is
-lost. Requests of a lost worker are stranded: they wait here until another worker of their model
-takes them.
+lost. Requests of a lost worker are stranded (see `stranded`) until another worker takes them.
 """
 
 import asyncio
@@ -16,10 +15,10 @@ from scheduler.config import PoolSettings
 from scheduler.core.explain import RequestExplanation
 from scheduler.core.plan import Int32Array, RequestStatus
 from scheduler.engine import WorkerEngine
-from scheduler.intake import unscheduled_end
-from scheduler.requests import LiveRequest, Submission
+from scheduler.requests import NO_ROUTER, LiveRequest, Submission
+from scheduler.stranded import StrandedRequests
 from scheduler.switchboard import Switchboard
-from scheduler.updates import NotTaken, RequestEnd
+from scheduler.updates import NotTaken
 from scheduler.worker import (
     WorkerConnector,
     WorkerDrainedError,
@@ -33,7 +32,7 @@ logger = logging.getLogger(__name__)
 
 _FIRST_RETRY_S = 0.05
 _MAX_RETRY_S = 2.0
-_STRANDED_CHECK_S = 0.1
+_DRAIN_CHECK_S = 0.05
 
 MakeEngine = Callable[[WorkerSpec, WorkerStream], WorkerEngine]
 
@@ -60,14 +59,6 @@ class WorkerLoad:
     num_waiting: int = 0
 
 
-@dataclass(slots=True)
-class _Stranded:
-    """A request whose worker was lost at since_s on the loop's clock."""
-
-    request: LiveRequest
-    since_s: float
-
-
 class Pool:
     """Owns the workers, their engines, and the requests that no worker has."""
 
@@ -85,9 +76,9 @@ class Pool:
         self._make_engine = make_engine
         self._switchboard = switchboard
         self._settings = settings
-        self._clock = clock
-        self._stranded: dict[int, _Stranded] = {}
-        self._has_stranded = asyncio.Event()
+        self._stranded = StrandedRequests(
+            self._engine_for, switchboard, timeout_s=settings.requeue_timeout_s, clock=clock
+        )
         self._is_draining = False
 
     async def run(self) -> None:
@@ -95,7 +86,7 @@ class Pool:
         async with asyncio.TaskGroup() as tasks:
             for worker in self._workers:
                 tasks.create_task(self._drive(worker), name=f"drive {worker.address}")
-            tasks.create_task(self._expire_stranded(), name="watch requests without a worker")
+            tasks.create_task(self._stranded.run(), name="watch requests without a worker")
 
     @property
     def is_draining(self) -> bool:
@@ -108,12 +99,16 @@ class Pool:
         return [worker.engine for worker in self._workers if worker.engine is not None]
 
     async def drain(self, timeout_s: float) -> bool:
-        """Refuse new requests and wait for the live ones; False if time was up first."""
+        """Refuse new requests and wait for those that are read; False if time was up first.
+
+        Paused requests and orphans are left to another scheduler: nobody waits for their tokens.
+        """
         self._is_draining = True
         self._switchboard.changes.notify()
         try:
             async with asyncio.timeout(timeout_s):
-                await self._switchboard.requests.wait_empty()
+                while any(map(_is_read, self._switchboard.requests)):  # noqa: ASYNC110 many events
+                    await asyncio.sleep(_DRAIN_CHECK_S)
         except TimeoutError:
             return False
         return True
@@ -138,19 +133,6 @@ class Pool:
         ]
         able = [engine for engine, why in zip(engines, refusals, strict=True) if why is None]
         return min(able, key=_busyness) if able else next(r for r in refusals if r is not None)
-
-    def cancel(self, request: LiveRequest, status: RequestStatus) -> None:
-        """End a stranded request."""
-        if self._stranded.pop(request.key, None) is not None:
-            self._end(request, status, "")
-
-    def output_token_ids(self, request: LiveRequest) -> Int32Array:
-        """[num_tokens] of a stranded request."""
-        return request.generated_token_ids
-
-    def set_paused(self, request: LiveRequest, *, is_paused: bool) -> None:
-        """Pause or continue a stranded request; the next worker's engine applies the state."""
-        request.is_paused = is_paused
 
     def explain(self, request_id: str) -> RequestExplanation | None:
         """A request's history, from the worker that has or had it."""
@@ -280,7 +262,7 @@ class Pool:
             info.num_kv_blocks,
             info.block_size,
         )
-        self._reassign_stranded()
+        self._stranded.reassign()
         return worker.engine
 
     async def _run_engine(self, worker: ManagedWorker, engine: WorkerEngine) -> None:
@@ -309,56 +291,28 @@ class Pool:
         worker.engine = None
         worker.state = WorkerState.LOST
         self._switchboard.changes.notify()
-        now_s = asyncio.get_running_loop().time()
         for request in engine.take_requests():
             if request.num_losses > self._settings.max_num_losses:
-                self._end(
-                    request,
-                    RequestStatus.ERROR,
-                    f"its worker died {request.num_losses} times while running it",
-                )
-                continue
-            request.owner = self
-            self._stranded[request.key] = _Stranded(request, now_s)
-        self._reassign_stranded()
-
-    def _reassign_stranded(self) -> None:
-        """Submit stranded requests to workers that can serve them, oldest first."""
-        for waiting in list(self._stranded.values()):
-            submission = waiting.request.submission
-            able = [
-                engine
-                for engine in self._engines_of(submission.model)
-                if _refusal(engine, submission, waiting.request.generated_token_ids) is None
-            ]
-            if able:
-                del self._stranded[waiting.request.key]
-                min(able, key=_busyness).submit(waiting.request)
-        if self._stranded:
-            self._has_stranded.set()
-
-    async def _expire_stranded(self) -> None:
-        """End stranded requests whose deadline has passed, or for which no worker came in time."""
-        while True:
-            await self._has_stranded.wait()
-            now, now_s = self._clock(), asyncio.get_running_loop().time()
-            for waiting in list(self._stranded.values()):
-                deadline = waiting.request.submission.deadline
-                if deadline is not None and deadline <= now:
-                    self.cancel(waiting.request, RequestStatus.DEADLINE)
-                elif now_s - waiting.since_s > self._settings.requeue_timeout_s:
-                    del self._stranded[waiting.request.key]
-                    self._end(
-                        waiting.request, RequestStatus.ERROR, "its worker is lost, no other came"
-                    )
-            if self._stranded:
-                await asyncio.sleep(_STRANDED_CHECK_S)
+                message = f"its worker died {request.num_losses} times while running it"
+                self._stranded.end(request, RequestStatus.ERROR, message)
             else:
-                self._has_stranded.clear()
+                self._stranded.add(request)
+        self._stranded.reassign()
 
-    def _end(self, request: LiveRequest, status: RequestStatus, message: str) -> None:
-        facts = unscheduled_end(request, status)
-        self._switchboard.publish(ends=[RequestEnd(request, facts, message)])
+    def _engine_for(self, request: LiveRequest) -> WorkerEngine | None:
+        """The least loaded engine that can go on with a request."""
+        submission, generated = request.submission, request.generated_token_ids
+        able = [
+            engine
+            for engine in self._engines_of(submission.model)
+            if _refusal(engine, submission, generated) is None
+        ]
+        return min(able, key=_busyness, default=None)
+
+
+def _is_read(request: LiveRequest) -> bool:
+    """Whether a router reads what comes of a request."""
+    return request.connection != NO_ROUTER and not request.is_paused
 
 
 def _busyness(engine: WorkerEngine) -> tuple[float, int]:

@@ -5,7 +5,6 @@ here: where a step's news of a request goes, looked up for a whole step at once.
 scheduling and nothing of the wire.
 """
 
-import asyncio
 from collections import deque
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass, field
@@ -20,6 +19,8 @@ UInt32Array = NDArray[np.uint32]
 
 # The connection of a request that no router reads.
 NO_ROUTER = 0
+
+_NO_JOURNAL = np.iinfo(np.int64).max
 
 # A key is a slot of the columns below plus a count that makes the key unique for ever: a plan in
 # flight may name a request whose slot is used by another request already.
@@ -63,8 +64,8 @@ class Submission:
 class RequestOwner(Protocol):
     """What has a request now: a worker's engine, or the pool while no worker has the request."""
 
-    def output_token_ids(self, request: "LiveRequest") -> Int32Array | None:
-        """[num_tokens] published so far, under earlier epochs too; None if they are lost."""
+    def output_token_ids(self, request: "LiveRequest", start: int = 0) -> Int32Array | None:
+        """[num_tokens] published so far, from position `start` on; None if they are lost."""
 
     def cancel(self, request: "LiveRequest", status: RequestStatus) -> None:
         """End `request` soon; the end is published as any other."""
@@ -120,12 +121,12 @@ class LiveRequestTable:
         self._connections: Int32Array = np.zeros(initial_capacity, dtype=np.int32)  # [capacity]
         self._handles: UInt32Array = np.zeros(initial_capacity, dtype=np.uint32)  # [capacity]
         self._num_generated: Int64Array = np.zeros(initial_capacity, dtype=np.int64)  # [capacity]
+        # [capacity] generated tokens that the journal has taken; _NO_JOURNAL where it takes none.
+        self._num_journaled: Int64Array = np.full(initial_capacity, _NO_JOURNAL)
         self._free_slots = deque(range(initial_capacity))
         self._num_added = 0
         self._by_id: dict[str, LiveRequest] = {}
         self._num_live = 0
-        self._empty = asyncio.Event()
-        self._empty.set()
 
     def __len__(self) -> int:
         return self._num_live
@@ -151,9 +152,9 @@ class LiveRequestTable:
         self._connections[slot] = connection
         self._handles[slot] = submission.handle
         self._num_generated[slot] = len(submission.generated_token_ids)
+        self._num_journaled[slot] = len(submission.generated_token_ids)
         self._by_id[submission.request_id] = request
         self._num_live += 1
-        self._empty.clear()
         return request
 
     def route(self, request: LiveRequest, connection: int, handle: int) -> None:
@@ -169,11 +170,10 @@ class LiveRequestTable:
         slot = request.key & _SLOT_MASK
         assert self._requests[slot] is request, "a request was removed twice"
         self._requests[slot] = None
+        self._num_journaled[slot] = _NO_JOURNAL
         self._free_slots.append(slot)
         self.release_id(request)
         self._num_live -= 1
-        if not self._num_live:
-            self._empty.set()
 
     def release_id(self, request: LiveRequest) -> None:
         """Let the id be used again before the request has ended."""
@@ -203,9 +203,24 @@ class LiveRequestTable:
         """Tokens of a live request that were generated so far, under earlier epochs too."""
         return int(self._num_generated[request.key & _SLOT_MASK])
 
-    async def wait_empty(self) -> None:
-        """Return once no request lives."""
-        await self._empty.wait()
+    def num_journaled(self, request: LiveRequest) -> int:
+        """Tokens of a live request that the journal has taken."""
+        return int(self._num_journaled[request.key & _SLOT_MASK])
+
+    def note_journaled(self, request: LiveRequest, num_tokens: int | None) -> None:
+        """Note how many of a request's tokens the journal has; None: it takes no more of them."""
+        slot = request.key & _SLOT_MASK
+        self._num_journaled[slot] = _NO_JOURNAL if num_tokens is None else num_tokens
+
+    def to_journal(self, first: int, max_num: int) -> tuple[list[LiveRequest], int]:
+        """At most max_num requests with tokens that the journal lacks, and the next call's `first`.
+
+        Slots are looked at in turn, from `first` on, so that each request has its turn.
+        """
+        slots = np.flatnonzero(self._num_generated > self._num_journaled)
+        chosen = np.roll(slots, -int(np.searchsorted(slots, first)))[:max_num].tolist()
+        requests = [request for slot in chosen if (request := self._requests[slot]) is not None]
+        return requests, chosen[-1] + 1 if chosen else first
 
     def _grow(self) -> None:
         old = len(self._requests)
@@ -214,4 +229,5 @@ class LiveRequestTable:
         self._connections = np.concatenate([self._connections, np.zeros(old, dtype=np.int32)])
         self._handles = np.concatenate([self._handles, np.zeros(old, dtype=np.uint32)])
         self._num_generated = np.concatenate([self._num_generated, np.zeros(old, dtype=np.int64)])
+        self._num_journaled = np.concatenate([self._num_journaled, np.full(old, _NO_JOURNAL)])
         self._free_slots.extend(range(old, 2 * old))

@@ -12,8 +12,8 @@ from dataclasses import replace
 import numpy as np
 
 from scheduler.core.plan import EMPTY_INT32, Int32Array, Int64Array, StepOutput
-from scheduler.journal import Journal
 from scheduler.outbox import RouterOutbox
+from scheduler.request_log import RequestLog
 from scheduler.requests import (
     NO_ROUTER,
     FirstAdmission,
@@ -67,10 +67,10 @@ class Switchboard:
     `changes` is notified when requests come and go or a worker's load or state changes.
     """
 
-    def __init__(self, journal: Journal) -> None:
+    def __init__(self, log: RequestLog) -> None:
         self.requests = LiveRequestTable()
         self.changes = ChangeSignal()
-        self.journal = journal
+        self.log = log
         self._outboxes: dict[int, RouterOutbox] = {}
         self._by_handle: dict[int, dict[int, LiveRequest]] = {}
         self._num_opened = NO_ROUTER
@@ -179,6 +179,8 @@ class Switchboard:
                     logprobs=tuple(p for p in logprobs if p.request.connection == connection),
                 )
             )
+        if logprobs and self.log.journal is not None:
+            self.log.journal.note_logprobs(logprobs)
         for end in ends:
             self._forget(end)
         self.changes.notify()
@@ -186,7 +188,7 @@ class Switchboard:
     def _forget(self, end: RequestEnd) -> None:
         request = end.request
         num_generated = self.requests.num_generated(request)
-        self.journal.finished(request, end.facts, end.message or request.end_message, num_generated)
+        self.log.finished(request, end.facts, end.message or request.end_message, num_generated)
         self.requests.remove(request)
         if (by_handle := self._by_handle.get(request.connection)) is not None:
             del by_handle[request.submission.handle]

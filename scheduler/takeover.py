@@ -8,9 +8,12 @@ import numpy as np
 
 from headrace.vocabulary import RefusalReason
 from scheduler.core.plan import Int32Array, RequestStatus
+from scheduler.orphans import Orphans
 from scheduler.requests import NO_ROUTER, LiveRequest, Submission
 from scheduler.switchboard import Switchboard
 from scheduler.updates import EMPTY_UINT32, NewAdmission, NotTaken, RouterUpdate
+
+_SET_ASIDE_TTL_S = 5.0
 
 
 def refusal(submission: Submission, older: LiveRequest) -> NotTaken | None:
@@ -41,21 +44,42 @@ def take_over(
     if older.connection != NO_ROUTER:
         switchboard.detach(older)
     if unread is None:
-        supersede(switchboard, older)
+        _supersede(switchboard, older)
         return False
+    if older.is_superseded:
+        older.is_superseded = False
+        num_kept = len(submission.generated_token_ids)
+        switchboard.requests.note_journaled(older, num_kept)
     switchboard.attach(older, connection, submission)
     if older.is_paused:
         older.owner.set_paused(older, is_paused=False)
     _tell_so_far(switchboard, older, unread)
-    switchboard.journal.taken_over(older)
+    switchboard.log.taken_over(older)
     return True
 
 
-def supersede(switchboard: Switchboard, request: LiveRequest) -> None:
-    """End a request that goes on elsewhere: no router and no record hears of this end."""
-    request.is_superseded = True
+def set_aside(switchboard: Switchboard, orphans: Orphans, request: LiveRequest) -> None:
+    """Record nothing more of a request that the store says was taken up under a greater epoch.
+
+    The router that took it up may be about to submit the request here: it ends only when none has
+    done so for a while.
+    """
+    if request.connection != NO_ROUTER:
+        switchboard.detach(request)
+    _stop_recording(switchboard, request)
+    orphans.add([request], ttl_s=_SET_ASIDE_TTL_S)
+
+
+def _supersede(switchboard: Switchboard, request: LiveRequest) -> None:
+    """End a request that is computed again: no router and no record hears of this end."""
+    _stop_recording(switchboard, request)
     switchboard.requests.release_id(request)
     request.owner.cancel(request, RequestStatus.ABORTED)
+
+
+def _stop_recording(switchboard: Switchboard, request: LiveRequest) -> None:
+    request.is_superseded = True
+    switchboard.requests.note_journaled(request, None)
 
 
 def _unread_token_ids(submission: Submission, older: LiveRequest) -> Int32Array | None:

@@ -1,4 +1,4 @@
-"""`headrace demo`: starts all services, asks one question, prints figures, stops everything."""
+"""`headrace demo`: the whole thing once, from nothing to figures and back to nothing."""
 
 import asyncio
 import contextlib

@@ -1,12 +1,11 @@
-"""Options that several commands share: connection, request and sampling."""
+"""Options that several commands share, and what they become."""
 
-from collections.abc import Callable, Coroutine
+from collections.abc import Callable
 from dataclasses import asdict, is_dataclass
 from typing import TYPE_CHECKING, Any, TypeVar
 
 import click
 
-from headrace.cli.exits import run
 from headrace.parameters import PARAMETERS
 
 if TYPE_CHECKING:
@@ -14,7 +13,6 @@ if TYPE_CHECKING:
     from headrace.types import Sampling
 
 Command = TypeVar("Command", bound=Callable[..., Any])
-T = TypeVar("T")
 
 DEFAULT_SERVER = "127.0.0.1:8700"
 
@@ -153,9 +151,9 @@ _REQUEST_NAMES = (
 
 
 def open_client(arguments: dict[str, Any]) -> "HeadraceClient":
-    """The client that a command's connection options describe; removes them from `arguments`.
+    """The client that a command's connection options describe; they are taken out of arguments.
 
-    Call this inside the event loop.
+    To be used inside the event loop.
     """
     from headrace.client import ChannelConfig, HeadraceClient
 
@@ -165,18 +163,8 @@ def open_client(arguments: dict[str, Any]) -> "HeadraceClient":
     return HeadraceClient(server, ChannelConfig(**taken))
 
 
-def ask(arguments: dict[str, Any], call: Callable[["HeadraceClient"], Coroutine[Any, Any, T]]) -> T:
-    """The result of one call to the router that a command's connection options name."""
-
-    async def work() -> T:
-        async with open_client(arguments) as client:
-            return await call(client)
-
-    return run(work())
-
-
 def _check_address(server: str) -> None:
-    """Refuses addresses that gRPC would silently interpret in another way."""
+    """Only what gRPC would take silently for something else."""
     port = server.rpartition(":")[2]
     if ":" not in server:
         wrong = f"{server!r} has no port"
@@ -190,7 +178,7 @@ def _check_address(server: str) -> None:
 
 
 def take_request_options(arguments: dict[str, Any]) -> dict[str, Any]:
-    """Removes the options of `HeadraceClient.generate` from `arguments` and returns them."""
+    """The options of `HeadraceClient.generate` among a command's arguments, taken out of them."""
     return {name: arguments.pop(name) for name in _REQUEST_NAMES}
 
 

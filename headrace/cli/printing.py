@@ -18,7 +18,7 @@ _FAILED = {
 
 
 def write(text: str) -> None:
-    """Writes text to stdout at once; characters that stdout cannot show become '?'."""
+    """Text to stdout at once, whatever stdout can show."""
     if not text:
         return
     encoding = sys.stdout.encoding or "utf-8"
@@ -32,8 +32,8 @@ async def print_stream(
 ) -> None:
     """Prints the first completion as it comes, and a newline unless the text ends in one.
 
-    Appends each piece to `answer`, so that the caller has the part of an interrupted answer. Raises
-    Failure when the request was aborted, failed, or passed its deadline.
+    The pieces are added to `answer`, so that an interrupted answer is known. Failure: the request
+    was aborted, failed, or passed its deadline.
     """
     async for delta in deltas:
         stopwatch.see(delta)
@@ -45,7 +45,7 @@ async def print_stream(
 
 
 def check(reason: FinishReason | None, request_id: str) -> None:
-    """Raises Failure if the request ended by an error, an abort or its deadline."""
+    """Raises Failure for an end that is not the answer's own."""
     if reason in _FAILED:
         if sys.stdout.isatty():
             click.echo()

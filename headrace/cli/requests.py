@@ -1,12 +1,15 @@
 """`headrace abort`, `status` and `explain`: requests by their id."""
 
 from datetime import UTC, datetime
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import click
 
-from headrace.cli.exits import Failure
-from headrace.cli.options import ask, connection_options, json_option, print_json
+from headrace.cli.exits import Failure, run
+from headrace.cli.options import connection_options, json_option, open_client, print_json
+
+if TYPE_CHECKING:
+    from headrace.types import RequestHistory, StatusRecord
 
 
 @click.command()
@@ -27,7 +30,11 @@ def abort(request_ids: tuple[str, ...], tenant: str, as_json: bool, **arguments:
     if bool(request_ids) == bool(tenant):
         raise click.UsageError("give request ids, or --tenant, and not both")
 
-    outcomes = ask(arguments, lambda client: client.abort(request_ids, tenant=tenant))
+    async def work() -> Any:
+        async with open_client(arguments) as client:
+            return await client.abort(request_ids, tenant=tenant)
+
+    outcomes = run(work())
     if as_json:
         print_json(outcomes)
     else:
@@ -49,7 +56,12 @@ def status(request_id: str, as_json: bool, **arguments: Any) -> None:
     Example:
       headrace status my-request --json | jq -r .state
     """
-    record = ask(arguments, lambda client: client.status(request_id))
+
+    async def work() -> "StatusRecord":
+        async with open_client(arguments) as client:
+            return await client.status(request_id)
+
+    record = run(work())
     if as_json:
         print_json(record)
         return
@@ -76,7 +88,12 @@ def explain(request_id: str, as_json: bool, **arguments: Any) -> None:
     Example:
       headrace explain my-request
     """
-    explanation = ask(arguments, lambda client: client.explain(request_id))
+
+    async def work() -> "RequestHistory":
+        async with open_client(arguments) as client:
+            return await client.explain(request_id)
+
+    explanation = run(work())
     if as_json:
         print_json(explanation)
         return

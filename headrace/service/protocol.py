@@ -11,19 +11,19 @@ D = TypeVar("D")
 
 
 class Words(Generic[E]):
-    """Translates between the words of an enum and the protocol's numbers."""
+    """The words of one enum and their numbers, both ways."""
 
     def __init__(self, kind: type[E], numbers: Any, prefix: str) -> None:
-        """numbers is the protocol's enum, whose values are named `{prefix}_{word.name}`."""
+        """numbers is the protocol's enum; the name of each value is prefix and the word's name."""
         self._number_by_word = {word: numbers.Value(f"{prefix}_{word.name}") for word in kind}
         self._word_by_number = {number: word for word, number in self._number_by_word.items()}
 
     def number(self, word: E) -> Any:
-        """The number that is sent for the word."""
+        """What is written for the word."""
         return self._number_by_word[word]
 
     def word(self, number: int, unknown: D) -> E | D:
-        """The word of a received number; `unknown` for 0 and for numbers of newer versions."""
+        """The word that was read; `unknown` for a number that is unset or of a newer version."""
         return self._word_by_number.get(number, unknown)
 
 

@@ -249,13 +249,17 @@ class ResetOutcome:
 
 @dataclass(frozen=True, slots=True)
 class FinishedRequest:
-    """A request that reached a final status; its blocks are already free."""
+    """A request that reached a final status; its blocks are already free.
+
+    output_token_ids is [num_tokens], all that the request generated.
+    """
 
     key: int
     request_id: str
     status: RequestStatus
     stop_token_id: int | None
     num_preemptions: int
+    output_token_ids: Int32Array = field(default_factory=lambda: EMPTY_INT32, compare=False)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

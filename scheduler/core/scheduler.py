@@ -140,14 +140,14 @@ class SchedulerCore:
         """End a request and free its blocks now; None if it is unknown or has ended."""
         return self.state.end(key, status)
 
-    def output_token_ids(self, key: int) -> Int32Array | None:
-        """[num_output_tokens] a copy of a request's generated tokens; None if it ended."""
+    def output_token_ids(self, key: int, start: int = 0) -> Int32Array | None:
+        """[num_tokens] a copy of a request's generated tokens from `start` on; None if it ended."""
         request = self.state.requests.get(key)
         if request is None:
             return None
         is_running = request.row >= 0
         token_ids = self.state.table.tokens(request.row) if is_running else request.token_ids
-        return token_ids[request.num_prompt_tokens :].copy()
+        return token_ids[request.num_prompt_tokens + start :].copy()
 
     def set_pause(self, pause: Pause) -> None:
         """Stop admissions, or all scheduling, from the next step on."""

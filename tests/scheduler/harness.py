@@ -17,12 +17,12 @@ from headrace.status.states import Writer
 from headrace.status.store import StatusStore
 from headrace.v1 import common_pb2, inference_pb2, scheduler_pb2, scheduler_pb2_grpc
 from headrace.vocabulary import WorkerState
-from scheduler.build import build_pool
+from scheduler.build import build_pool, keep_journal
 from scheduler.config import PoolSettings, SchedulerSettings
 from scheduler.core.plan import RequestStatus
-from scheduler.journal import Journal
 from scheduler.orphans import Orphans
 from scheduler.pool import Pool
+from scheduler.request_log import RequestLog
 from scheduler.requests import NO_ROUTER
 from scheduler.rpc.gpuworker_client import GpuWorkerClient
 from scheduler.rpc.service import FULL_NAME, SchedulerService
@@ -85,7 +85,7 @@ async def running_scheduler(
     scheduler = RunningScheduler()
     store = store or StatusStore("", Writer.SCHEDULER)
     pool_settings = pool_settings or PoolSettings()
-    switchboard = Switchboard(Journal(store, "s0", clock=time.time))
+    switchboard = Switchboard(RequestLog(store, "s0", clock=time.time))
     connectors = {
         w.address: GpuWorkerClient(w.address, ChannelConfig(), term=term) for w in workers
     }
@@ -97,6 +97,7 @@ async def running_scheduler(
         ttl_s=pool_settings.orphan_ttl_s,
         max_num_unread_tokens=pool_settings.max_orphan_tokens,
     )
+    keep_journal(store, switchboard, orphans)
     service = SchedulerService(
         "s0", switchboard, pool, orphans, max_waiting_tokens=pool_settings.max_waiting_tokens
     )
@@ -136,7 +137,7 @@ def _has_no_request(switchboard: Switchboard) -> bool:
 
 
 def _check_nothing_is_left(pool: Pool, switchboard: Switchboard) -> None:
-    assert not switchboard.journal.num_open
+    assert not switchboard.log.num_open
     assert not pool._stranded
     assert not any(switchboard._by_handle.values())
     assert not switchboard.requests._by_id

@@ -10,7 +10,7 @@ from headrace.status.store import StatusStore
 from scheduler.core.plan import RequestStatus
 from scheduler.core.scheduler import SchedulerCore
 from scheduler.inbox import Cancel, Inbox, Pausing
-from scheduler.journal import Journal
+from scheduler.request_log import RequestLog
 from scheduler.requests import LiveRequest, Submission
 from scheduler.switchboard import Switchboard
 from scheduler.worker import WorkerSpec
@@ -57,7 +57,7 @@ def core() -> SchedulerCore:
 
 @pytest.fixture
 def inbox(core: SchedulerCore) -> Inbox:
-    switchboard = Switchboard(Journal(StatusStore("", Writer.SCHEDULER), "s0", clock=time.time))
+    switchboard = Switchboard(RequestLog(StatusStore("", Writer.SCHEDULER), "s0", clock=time.time))
     return Inbox(core, INFO, switchboard, clock=time.time, hashes_ahead=True)
 
 

@@ -11,6 +11,7 @@ from pathlib import Path
 
 import pytest
 
+from headrace.service.columns import unpack_int32
 from headrace.service.errors import from_rpc_error
 from headrace.status.embedded import EmbeddedStore
 from headrace.status.records import Update
@@ -138,6 +139,49 @@ async def test_status_records_follow_a_request_through_preemption_to_its_end(wor
             assert record is not None
             assert (record.completion_tokens, record.scheduler_id) == (20, "s0")
             assert record.worker_id == "w0"
+            assert record.worker_incarnation
+            assert record.scheduler_incarnation == await store.incarnation_of("scheduler", "s0")
+
+
+async def test_tokens_reach_the_store_while_the_request_runs_and_before_its_end(worker, tmp_path):
+    async with EmbeddedStore() as embedded:
+        environ = {"HEADRACE_SCHEDULER_STORE_URL": embedded.url}
+        async with (
+            StatusStore(embedded.url, Writer.ROUTER) as store,
+            scheduler_process(worker, tmp_path, environ=environ) as (_, address),
+            router_at(address) as router,
+        ):
+            for state in (State.QUEUED, State.DISPATCHED):
+                update = Update(
+                    request_id="r0-0",
+                    state=state,
+                    time_unix_s=time.time(),
+                    create_time_unix_s=1.0,
+                    spec=b"spec",
+                )
+                await store.apply(update)
+            handle = await router.submit(PROMPT, 20)
+            worker.hold()
+            await worker.release(8)
+
+            async def num_kept() -> int:
+                stored = await store.load("r0-0")
+                return stored.completions[0].num_tokens if stored is not None else 0
+
+            async def are_some_kept() -> bool:
+                return await num_kept() > 3
+
+            await eventually(are_some_kept)
+            await worker.release()
+            await router.finished(handle)
+
+            async def is_complete() -> bool:
+                stored = await store.load("r0-0")
+                return stored is not None and stored.completions[0].is_complete
+
+            await eventually(is_complete)
+            (kept,) = (await store.load("r0-0")).completions
+            assert unpack_int32(kept.token_ids, "token_ids").tolist() == expected_tokens(PROMPT, 20)
 
 
 async def test_a_traced_request_has_its_spans_and_the_worker_is_told(worker, tmp_path):

@@ -133,8 +133,8 @@ async def test_what_was_said_while_no_worker_had_it_counts(is_paused):
                 await paused_after(router, scheduler, slow, 5)
             await router.has_tokens(slow, 5)
             await worker.kill()
-            await until(lambda: bool(scheduler.pool._stranded))
-            request = scheduler.pool._stranded[next(iter(scheduler.pool._stranded))].request
+            await until(lambda: len(scheduler.pool._stranded) > 0)
+            request = next(iter(scheduler.switchboard.requests))
             await router.pause(slow, paused=is_paused)
             await until(lambda: request.is_paused is is_paused)
             await worker.start()

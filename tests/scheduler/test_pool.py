@@ -15,7 +15,7 @@ from headrace.vocabulary import WorkerState
 from scheduler.build import build_pool
 from scheduler.config import PoolSettings, SchedulerSettings
 from scheduler.core.plan import RequestStatus
-from scheduler.journal import Journal
+from scheduler.request_log import RequestLog
 from scheduler.switchboard import Switchboard
 from scheduler.worker import WorkerLostError, WorkerResult, WorkerSpec
 from tests.scheduler.fake_gpuworker import FakeGpuWorker, expected_tokens
@@ -137,7 +137,7 @@ class Connector:
 
 async def test_a_worker_lost_while_the_scheduler_stops_does_not_keep_it_from_stopping():
     stream = StreamThatBreaksWhenLeft()
-    switchboard = Switchboard(Journal(StatusStore("", Writer.SCHEDULER), "s0", clock=time.time))
+    switchboard = Switchboard(RequestLog(StatusStore("", Writer.SCHEDULER), "s0", clock=time.time))
     pool = build_pool(
         {"w0:1": Connector(stream)},
         switchboard,

@@ -59,12 +59,30 @@ def test_a_released_id_can_live_again_before_its_first_request_is_removed():
     assert table.find("r0") is second
 
 
-async def test_waiting_for_emptiness_ends_with_the_last_request():
+def test_each_request_with_new_tokens_has_its_turn_in_the_journal():
     table = LiveRequestTable()
-    one = table.add(0, submission(0), Nowhere())
-    assert not table._empty.is_set()
-    table.remove(one)
-    await table.wait_empty()
+    requests = [table.add(0, submission(i), Nowhere()) for i in range(5)]
+    keys = np.array([request.key for request in requests], dtype=np.int64)
+    ones = np.ones(5, dtype=np.int32)
+    taken, first = [], 0
+    for _ in range(10):
+        table.count_tokens(keys, ones)
+        chosen, first = table.to_journal(first, 2)
+        taken += [request.submission.handle for request in chosen]
+        for request in chosen:
+            table.note_journaled(request, table.num_generated(request))
+    assert sorted(taken) == sorted([*range(5)] * 4)
+
+
+def test_the_journal_takes_nothing_of_ended_requests_and_of_those_it_was_told_to_leave():
+    table = LiveRequestTable()
+    ended, left = (table.add(0, submission(i), Nowhere()) for i in range(2))
+    table.count_tokens(np.array([ended.key, left.key]), np.array([3, 3], dtype=np.int32))
+    table.remove(ended)
+    table.note_journaled(left, None)
+    assert table.to_journal(0, 9) == ([], 0)
+    table.note_journaled(left, 1)
+    assert table.to_journal(0, 9)[0] == [left]
 
 
 def test_removing_twice_is_a_bug():

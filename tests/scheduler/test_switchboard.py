@@ -7,8 +7,8 @@ import numpy as np
 from headrace.status.states import Writer
 from headrace.status.store import StatusStore
 from scheduler.core.plan import StepOutput
-from scheduler.journal import Journal
 from scheduler.outbox import RouterOutbox
+from scheduler.request_log import RequestLog
 from scheduler.requests import Submission
 from scheduler.switchboard import Switchboard
 
@@ -24,7 +24,7 @@ def submission(handle: int) -> Submission:
 
 
 async def test_each_router_gets_its_own_requests_tokens_and_drafts() -> None:
-    switchboard = Switchboard(Journal(StatusStore("", Writer.SCHEDULER), "s0", clock=time.time))
+    switchboard = Switchboard(RequestLog(StatusStore("", Writer.SCHEDULER), "s0", clock=time.time))
     outboxes = RouterOutbox(1000), RouterOutbox(1000)
     routers = [switchboard.open(outbox) for outbox in outboxes]
     keys = [switchboard.add(routers[i % 2], submission(i), None).key for i in range(3)]

@@ -148,7 +148,7 @@ async def test_a_request_between_two_workers_can_be_taken_over():
             first = await one.submit(PROMPT, 100, request_id="x")
             await one.has_tokens(first, 5)
             await worker.kill()
-            await until(lambda: bool(scheduler.pool._stranded))
+            await until(lambda: len(scheduler.pool._stranded) > 0)
             taken = await other.submit(PROMPT, 100, request_id="x", epoch=2)
             await other.has_tokens(taken, 5)
             await worker.start()

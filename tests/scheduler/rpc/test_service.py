@@ -367,6 +367,26 @@ async def test_draining_refuses_new_requests_and_finishes_live_ones(worker):
             assert router.received[live].finished is not None
 
 
+async def test_draining_waits_neither_for_paused_requests_nor_for_orphans(worker):
+    async with running_scheduler([worker]) as scheduler:
+        await scheduler.ready()
+        async with router_to(scheduler) as router:
+            async with router_to(scheduler, "gone") as gone:
+                await gone.has_tokens(await gone.submit([31, 32], 200), 1)
+                worker.hold()
+            paused = await router.submit(PROMPT, 200)
+            live = await router.submit(PROMPT, 5)
+            await router.pause(paused)
+            await until(lambda: [r.is_paused for r in scheduler.switchboard.requests].count(True))
+            await until(lambda: len(scheduler.switchboard._outboxes) == 1)
+            draining = asyncio.create_task(scheduler.pool.drain(PATIENCE_S))
+            await worker.release(8)
+            await router.finished(live)
+            assert await draining
+            assert len(scheduler.switchboard.requests) == 2
+        await worker.release()
+
+
 async def test_a_request_is_explained_while_it_runs_and_after_it_ended(worker):
     async with running_scheduler([worker]) as scheduler:
         await scheduler.ready()

@@ -1,6 +1,7 @@
-"""Writes status records and spans of requests. The token path never waits for them."""
+"""Writes status records, the journal and spans of requests. Nothing of that is waited for."""
 
 from collections.abc import Callable, Sequence
+from typing import Any
 
 from opentelemetry.trace import Span
 
@@ -10,19 +11,29 @@ from headrace.status.states import State
 from headrace.status.store import StatusStore
 from scheduler.core.plan import FinishedRequest, RequestStatus, StepPlan
 from scheduler.requests import LiveRequest
+from scheduler.token_journal import TokenJournal
+from scheduler.worker import WorkerSpec
 
 
-class Journal:
-    """Status records and spans of all engines of the process."""
+class RequestLog:
+    """Status records, journal and spans of all engines of the process."""
 
     def __init__(
-        self, store: StatusStore, scheduler_id: str, *, clock: Callable[[], float]
+        self,
+        store: StatusStore,
+        scheduler_id: str,
+        incarnation: str = "",
+        *,
+        clock: Callable[[], float],
     ) -> None:
-        """clock gives seconds since the epoch."""
+        """incarnation is this process start's; clock gives seconds since the epoch."""
         self._store = store
         self._scheduler_id = scheduler_id
+        self._incarnation = incarnation
         self._clock = clock
         self._spans: dict[int, Span] = {}
+        # Writes tokens, and ends after them; None: no tokens are kept.
+        self.journal: TokenJournal | None = None
 
     @property
     def num_open(self) -> int:
@@ -48,15 +59,20 @@ class Journal:
             },
         )
 
-    def admitted(self, request: LiveRequest, num_cached_tokens: int, worker_id: str) -> None:
+    def admitted(self, request: LiveRequest, num_cached_tokens: int, info: WorkerSpec) -> None:
         """The request was admitted, for the first time or again."""
-        self._record(request, State.RUNNING, worker_id=worker_id)
+        self._record(
+            request,
+            State.RUNNING,
+            worker_id=info.worker_id,
+            worker_incarnation=info.incarnation,
+            cached_tokens=num_cached_tokens if request.admission is None else None,
+        )
         if (span := self._spans.get(request.key)) is not None:
             span.add_event("admitted", {telemetry.USAGE_CACHED_TOKENS: num_cached_tokens})
 
     def taken_over(self, request: LiveRequest) -> None:
         """Another router has the request, under a greater epoch."""
-        request.is_superseded = False
         if request.is_admitted:
             self._record(request, State.RUNNING)
         if (span := self._spans.get(request.key)) is not None:
@@ -78,8 +94,19 @@ class Journal:
         self, request: LiveRequest, facts: FinishedRequest, message: str, num_generated: int
     ) -> None:
         """The request ended with num_generated tokens."""
+        fields = {
+            "detail": message,
+            "completion_tokens": num_generated,
+            "stop_token_id": facts.stop_token_id,
+        }
         state = State(facts.status.name)
-        self._record(request, state, detail=message, completion_tokens=num_generated)
+        if self.journal is None:
+            self._record(request, state, **fields)
+        elif request.is_superseded:
+            self.journal.forget(request)
+        else:
+            update = self._update(request, state, **fields)
+            self.journal.ended(request, update, facts.output_token_ids)
         if (span := self._spans.pop(request.key, None)) is not None:
             reason = facts.status.name.lower()
             span.set_attribute(telemetry.RESPONSE_FINISH_REASONS, [reason])
@@ -108,27 +135,19 @@ class Journal:
             links=[telemetry.traceparent_of(span) for span in spans[1:]],
         )
 
-    def _record(
-        self,
-        request: LiveRequest,
-        state: State,
-        *,
-        worker_id: str | None = None,
-        detail: str | None = None,
-        completion_tokens: int | None = None,
-    ) -> None:
-        if not self._store.is_configured or request.is_superseded:
-            return
-        self._store.record(
-            Update(
-                request_id=request.submission.request_id,
-                state=state,
-                time_unix_s=self._clock(),
-                epoch=request.submission.epoch,
-                create_time_unix_s=request.submission.arrival_time or None,
-                detail=detail,
-                completion_tokens=completion_tokens,
-                scheduler_id=self._scheduler_id,
-                worker_id=worker_id,
-            )
+    def _record(self, request: LiveRequest, state: State, **fields: Any) -> None:
+        """Write a change of state; `fields` are an Update's."""
+        if self._store.is_configured and not request.is_superseded:
+            self._store.record(self._update(request, state, **fields))
+
+    def _update(self, request: LiveRequest, state: State, **fields: Any) -> Update:
+        return Update(
+            request_id=request.submission.request_id,
+            state=state,
+            time_unix_s=self._clock(),
+            epoch=request.submission.epoch,
+            create_time_unix_s=request.submission.arrival_time or None,
+            scheduler_id=self._scheduler_id,
+            scheduler_incarnation=self._incarnation,
+            **fields,
         )
