@@ -2,6 +2,8 @@
 
 from typing import assert_never
 
+from grpc import StatusCode
+
 from headrace.service.errors import (
     ServiceError,
     aborted,
@@ -10,6 +12,7 @@ from headrace.service.errors import (
     exhausted,
     internal,
     invalid,
+    not_found,
     unavailable,
 )
 from headrace.vocabulary import RefusalReason
@@ -126,6 +129,48 @@ def resumed_elsewhere(request_id: str) -> ServiceError:
     """Another call, here or at another router, is answered with the request now."""
     return aborted(
         "RESUMED_ELSEWHERE", f"{request_id} goes on in a later call, which resumed the request"
+    )
+
+
+def unknown(request_id: str) -> ServiceError:
+    """Nobody knows the request, or its record has expired."""
+    return not_found(
+        "UNKNOWN_REQUEST",
+        f"request_id: there is no request {request_id!r} to resume; send the request again",
+    )
+
+
+def not_kept(request_id: str) -> ServiceError:
+    """The store has a record of the request, and no spec."""
+    return not_found(
+        "NOT_KEPT",
+        f"request_id: {request_id!r} was rejected or is too large to be kept, and cannot be"
+        " resumed; send the request again",
+    )
+
+
+def tokens_lost(request_id: str) -> ServiceError:
+    """The request ended well, but its tokens or log probabilities are not all there."""
+    return ServiceError(
+        StatusCode.DATA_LOSS,
+        "TOKENS_LOST",
+        f"{request_id} has ended, and not all of its output was kept; send the request again",
+    )
+
+
+def being_read(request_id: str) -> ServiceError:
+    """An equal call came while the prompt of the first one is being read."""
+    return unavailable(
+        "NOT_ADMITTED_YET",
+        f"request_id: an earlier call with {request_id!r} is being admitted; try again",
+        0.2,
+    )
+
+
+def contested(request_id: str) -> ServiceError:
+    """Other routers were faster, again and again."""
+    return unavailable(
+        "CONTESTED", f"request_id: {request_id!r} is being resumed by others too; try again", 0.5
     )
 
 

@@ -85,7 +85,7 @@ def _remembered(completion: ClientCompletion) -> Past:
     if completion.link is not None:
         owner = Owner(completion.link.scheduler_id, completion.worker_id)
     return Past(
-        epoch=completion.epoch + (finish is None),
+        epoch=completion.epoch + 1,
         token_ids=completion.token_ids,
         logprobs=completion.logprobs,
         first_logprob=completion.num_streamed,

@@ -27,7 +27,7 @@ from router.rules import Rules
 from router.status_log import StatusLog
 from router.text.tokenizer import TextTokenizer
 
-ENDED_WELL = frozenset({FinishReason.STOP, FinishReason.LENGTH, FinishReason.REPETITION})
+_ENDED_WELL = frozenset({FinishReason.STOP, FinishReason.LENGTH, FinishReason.REPETITION})
 
 
 class Router:
@@ -156,6 +156,8 @@ class Router:
         if reservation.error is not None:
             raise reservation.error
         num_tokens, deadline = len(prompt_token_ids), self.live.deadline(spec)
+        if num_tokens == 1:  # the first token has no log probability
+            spec = replace(spec, wants_prompt_logprobs=False)
         origin = Origin(
             spec=spec,
             prompt_token_ids=prompt_token_ids,
@@ -236,7 +238,7 @@ class Router:
         reasons = {
             completion.finish and completion.finish.reason for completion in request.completions
         }
-        if not self.is_durable and request.error is None and reasons <= ENDED_WELL:
+        if not self.is_durable and request.error is None and reasons <= _ENDED_WELL:
             self._keep(request)
         else:
             self._close(request)

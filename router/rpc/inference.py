@@ -4,6 +4,7 @@ Generate writes to its client from the call's own task; everything that the requ
 released when that task ends, however it ends.
 """
 
+import functools
 import time
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
@@ -21,12 +22,14 @@ from headrace.v1 import common_pb2, inference_pb2, inference_pb2_grpc
 from router.calls import Reservation
 from router.prompts import PromptReader
 from router.request import ClientRequest
+from router.revival import Origin
 from router.router import Router
 from router.rpc import spans, wire
 from router.rpc.model_defaults import ModelDefaults
 from router.rpc.scheduler_client import SchedulerClient
 from router.rpc.status_reply import read_status
 from router.stream import cost_of, replies
+from router.take_up import TakeUps, from_the_beginning
 from router.text.tokenizer import ModelText
 
 FULL_NAME = "headrace.v1.Inference"
@@ -44,6 +47,7 @@ class Services:
     prompts: PromptReader
     schedulers: Sequence[SchedulerClient]
     status: StatusStore
+    take_ups: TakeUps
     max_prompt_bytes: int
 
 
@@ -59,13 +63,21 @@ class InferenceService:
         inference_pb2_grpc.add_InferenceServicer_to_server(self, server)  # type: ignore[arg-type]
 
     async def Generate(self, request: inference_pb2.GenerateRequest, context: Any) -> None:
-        """Stream a completion; when the call ends, for whatever reason, the request ends."""
+        """Stream a completion; when the call ends, the request ends, unless it is to go on."""
         model_name = wire.choose_model(request.model, self._services.models)
         request_id = request.request_id or wire.new_request_id()
         wire.check_request_id(request_id)
         wire.check_tenant(request.tenant)
+        body = wire.body_of(request)
+        if body:
+            take_ups = self._services.take_ups
+            if (origin := await take_ups.find_repeated(request_id, body)) is not None:
+                del request
+                release_request()
+                await self._answer_again(origin, from_the_beginning(origin), context)
+                return
         with (
-            self._router.reserve(request_id, request.tenant) as reservation,
+            self._router.reserve(request_id, request.tenant, body) as reservation,
             spans.generation(request, request_id, model_name, context) as span,
         ):
             live = await self._submit(request, reservation, model_name, context)
@@ -99,6 +111,7 @@ class InferenceService:
             stop_by_token_id=wire.control_stops(request.sampling, tokenizer),
             deadline_unix_s=_call_deadline(context),
             traceparent=telemetry.current_traceparent(),
+            body_sha256=reservation.body_sha256,
         )
         token_ids, text = await services.prompts.read(
             model_name,
@@ -123,10 +136,27 @@ class InferenceService:
         finally:
             await stream.aclose()
 
-    async def Resume(self, request: inference_pb2.ResumeRequest, _context: Any) -> None:
-        """Not served yet."""
-        wire.check_request_id(request.request_id)
-        raise unimplemented("RESUME", "Resume is not served yet; send the request again")
+    async def _answer_again(
+        self, origin: Origin, first_tokens: Sequence[int], context: Any
+    ) -> None:
+        """Take a request up and stream it, from the given token of each completion."""
+        tokenizer = self._services.models[origin.spec.model].tokenizer
+        with (
+            self._router.take_up(origin, first_tokens, tokenizer) as live,
+            spans.resumption(origin.spec, context) as span,
+        ):
+            del origin
+            try:
+                await self._answer(live, context)
+            finally:
+                spans.note_outcome(span, live)
+
+    async def Resume(self, request: inference_pb2.ResumeRequest, context: Any) -> None:
+        """Stream a request of any router from a token position."""
+        request_id = wire.check_request_id(request.request_id)
+        wanted = functools.partial(wire.first_tokens, request)
+        origin = await self._services.take_ups.find(request_id, wanted)
+        await self._answer_again(origin, wanted(origin), context)
 
     async def Abort(
         self, request: inference_pb2.AbortRequest, _context: Any
@@ -251,5 +281,6 @@ def _trailing_metadata(live: ClientRequest, router: Router) -> tuple[tuple[str, 
         ("x-headrace-preemptions", str(cost.num_preemptions)),
         ("x-headrace-draft-tokens", str(live.num_draft_tokens)),
         ("x-headrace-accepted-tokens", str(live.num_accepted_draft_tokens)),
+        ("x-headrace-recoveries", str(live.num_recoveries)),
         ("x-headrace-durable", "true" if cost.is_durable else "false"),
     )

@@ -10,7 +10,7 @@ from opentelemetry.trace import Span, SpanKind
 
 from headrace.service import telemetry
 from headrace.v1 import inference_pb2
-from router.request import ClientRequest
+from router.request import ClientRequest, Spec
 
 _PROVIDER = "headrace"
 
@@ -37,6 +37,21 @@ def generation(
     if sampling.HasField("top_p"):
         attributes[telemetry.REQUEST_TOP_P] = sampling.top_p
     return telemetry.start_span(f"{operation} {model}", parent, attributes, kind=SpanKind.SERVER)
+
+
+def resumption(spec: Spec, context: Any) -> AbstractContextManager[Span]:
+    """A span for the block that answers a call for an earlier request."""
+    parent = telemetry.current_traceparent() or telemetry.incoming_traceparent(context) or ""
+    attributes: dict[str, str | int | float | bool] = {
+        telemetry.OPERATION_NAME: "resume",
+        telemetry.PROVIDER_NAME: _PROVIDER,
+        telemetry.REQUEST_MODEL: spec.model,
+        telemetry.RESPONSE_MODEL: spec.model,
+        telemetry.RESPONSE_ID: spec.request_id,
+    }
+    return telemetry.start_span(
+        f"resume {spec.model}", parent or spec.traceparent, attributes, kind=SpanKind.SERVER
+    )
 
 
 def note_outcome(span: Span, live: ClientRequest) -> None:

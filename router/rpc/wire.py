@@ -4,6 +4,7 @@ Everything from outside is validated here; the rules for sampling that scheduler
 `headrace.service.sampling`. An error names the field as the proto does, and says what it must be.
 """
 
+import hashlib
 import re
 import secrets
 from collections.abc import Collection, Mapping, Sequence
@@ -19,6 +20,7 @@ from headrace.v1 import common_pb2, inference_pb2
 from headrace.vocabulary import FinishReason
 from router.prompts import ChatPrompt, Prompt, TextPrompt, TokenPrompt
 from router.request import Int32Array, Spec
+from router.revival import Origin
 from router.stream import CompletionDelta, Reply
 from router.text.tokenizer import TextTokenizer
 
@@ -47,6 +49,7 @@ class Bounds:
 
     vocab_size: int
     max_prompt_bytes: int
+    max_bad_token_ids: int = _MAX_BAD_WORDS
 
 
 def choose_model(name: str, models: Collection[str]) -> str:
@@ -94,12 +97,14 @@ def to_spec(
     default_max_tokens: int | None,
     deadline_unix_s: float | None,
     traceparent: str,
+    body_sha256: bytes = b"",
+    prompt_field: str = "",
 ) -> Spec:
     """All but the prompt; of deadline_unix_s (the call's) and the request's, the earlier wins."""
     # A copy: a message in another keeps all of that in memory.
     sampling = common_pb2.SamplingParams()
     sampling.CopyFrom(request.sampling)
-    check_sampling(sampling, bounds.vocab_size)
+    check_sampling(sampling, bounds)
     if len(request.cache_salt.encode()) > _MAX_SALT_BYTES:
         raise invalid("cache_salt", f"must have at most {_MAX_SALT_BYTES} bytes")
     if request.response_format.type not in _SERVED_FORMATS:
@@ -114,7 +119,8 @@ def to_spec(
         sampling=sampling,
         n=sampling.n if sampling.HasField("n") else 1,
         seed=sampling.seed if sampling.HasField("seed") else secrets.randbits(63),
-        prompt_field=_PROMPT_FIELD.get(request.WhichOneof("prompt") or "", "prompt"),
+        prompt_field=prompt_field
+        or _PROMPT_FIELD.get(request.WhichOneof("prompt") or "", "prompt"),
         max_tokens=sampling.max_tokens if sampling.HasField("max_tokens") else None,
         default_max_tokens=default_max_tokens,
         min_tokens=sampling.min_tokens,
@@ -130,7 +136,35 @@ def to_spec(
         deadline_unix_s=deadline,
         is_calls_deadline=deadline is not None and deadline == deadline_unix_s,
         traceparent=traceparent,
+        wants_prompt_logprobs=sampling.HasField("prompt_logprobs"),
+        body_sha256=body_sha256,
+        goes_on=request.keep_on_disconnect,
+        recovers_at_once=request.recover == inference_pb2.GenerateRequest.RECOVER_ALWAYS,
     )
+
+
+def body_of(request: inference_pb2.GenerateRequest) -> bytes:
+    """What tells whether a call repeats an earlier call: equal for equal messages.
+
+    Empty for a call that leaves the id to the router, which cannot be repeated.
+    """
+    if not request.request_id:
+        return b""
+    return hashlib.sha256(request.SerializeToString(deterministic=True)).digest()
+
+
+def first_tokens(request: inference_pb2.ResumeRequest, origin: Origin) -> Sequence[int]:
+    """For each completion, the position of the first token wanted."""
+    n, by_index = origin.spec.n, list(request.from_token_by_index)
+    if not by_index:
+        by_index, field = [request.from_token] * n, "from_token"
+    elif len(by_index) != n:
+        raise invalid("from_token_by_index", f"must have {n} entries, or none")
+    else:
+        field = "from_token_by_index"
+    if max(by_index) > origin.max_tokens:
+        raise invalid(field, f"must be at most max_tokens, {origin.max_tokens}")
+    return by_index
 
 
 _PROMPT_FIELD = {"text": "text", "token_ids": "token_ids.ids", "chat": "chat.messages"}
@@ -207,11 +241,12 @@ def _too_big(field: str, num_bytes: int, bounds: Bounds) -> ServiceError:
     )
 
 
-def check_sampling(sampling: common_pb2.SamplingParams, vocab_size: int) -> None:
+def check_sampling(sampling: common_pb2.SamplingParams, bounds: Bounds) -> None:
     """Raise for the first setting that is wrong."""
+    vocab_size = bounds.vocab_size
     check_values(sampling)
     _check_stop(sampling, vocab_size)
-    _check_bad_words(sampling, vocab_size)
+    _check_bad_words(sampling, bounds)
     for token_id in sampling.logit_bias:
         if token_id >= vocab_size:
             refuse(f"logit_bias[{token_id}]", f"token ids must be below {vocab_size}", token_id)
@@ -233,11 +268,12 @@ def _check_stop(sampling: common_pb2.SamplingParams, vocab_size: int) -> None:
             refuse(f"stop_token_ids[{position}]", f"must be below {vocab_size}", token_id)
 
 
-def _check_bad_words(sampling: common_pb2.SamplingParams, vocab_size: int) -> None:
-    for name in ("bad_words", "bad_token_ids"):
+def _check_bad_words(sampling: common_pb2.SamplingParams, bounds: Bounds) -> None:
+    limits = (("bad_words", _MAX_BAD_WORDS), ("bad_token_ids", bounds.max_bad_token_ids))
+    for name, limit in limits:
         count = len(getattr(sampling, name))
-        if count > _MAX_BAD_WORDS:
-            refuse(name, f"must be at most {_MAX_BAD_WORDS}", count)
+        if count > limit:
+            refuse(name, f"must be at most {limit}", count)
     for position, word in enumerate(sampling.bad_words):
         num_bytes = len(word.encode())
         if not 1 <= num_bytes <= _MAX_BAD_WORD_BYTES:
@@ -247,8 +283,8 @@ def _check_bad_words(sampling: common_pb2.SamplingParams, vocab_size: int) -> No
         name, num_tokens = f"bad_token_ids[{position}].ids", len(sequence.ids)
         if not 1 <= num_tokens <= _MAX_BAD_WORD_TOKENS:
             refuse(name, f"must have 1 to {_MAX_BAD_WORD_TOKENS} tokens", num_tokens)
-        if max(sequence.ids) >= vocab_size:
-            refuse(name, f"must be below {vocab_size}", max(sequence.ids))
+        if max(sequence.ids) >= bounds.vocab_size:
+            refuse(name, f"must be below {bounds.vocab_size}", max(sequence.ids))
 
 
 def control_stops(

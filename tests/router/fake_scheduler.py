@@ -92,6 +92,11 @@ class FakeScheduler(scheduler_pb2_grpc.SchedulerServicer):
         self.dies_of = lambda submission: False
         self.num_deaths = 0
         self.connections: list[Connection] = []
+        # Whose router is gone, by request id; they go on, and end unseen.
+        self.orphans: dict[str, Generation] = {}
+        self.adopted: list[tuple[str, int]] = []  # ids, and the epochs under which they came
+        self.asked_to_abort: list[str] = []
+        self.name = "fake"
         self.address = ""
         self._pool_changed = asyncio.Event()
         self._has_work = asyncio.Event()
@@ -133,13 +138,17 @@ class FakeScheduler(scheduler_pb2_grpc.SchedulerServicer):
             if connection.live:
                 update = self._step(connection, num_tokens or self.tokens_per_step)
                 connection.outbox.put_nowait(scheduler_pb2.SchedulerMessage(step_update=update))
+        for request_id, generation in list(self.orphans.items()):
+            generation.position += num_tokens or self.tokens_per_step
+            if generation.position >= len(generation.script.token_ids):
+                del self.orphans[request_id]
 
-    def _step(self, connection, num_tokens):
+    def _step(self, connection, num_tokens, only=None):
         handles, counts, token_ids, draft_counts = [], [], [], []
         update = scheduler_pb2.StepUpdate()
         for handle, generation in list(connection.live.items()):
             script = generation.script
-            if generation.is_paused:
+            if generation.is_paused or handle not in (only or connection.live):
                 continue
             if not generation.is_admitted:
                 generation.is_admitted = True
@@ -186,7 +195,8 @@ class FakeScheduler(scheduler_pb2_grpc.SchedulerServicer):
     async def _run_steps(self):
         while True:
             await self._has_work.wait()
-            if not any(c.live for c in self.connections) or not self.is_paced:
+            has_work = self.orphans or any(c.live for c in self.connections)
+            if not has_work or not self.is_paced:
                 self._has_work.clear()
                 continue
             self.step()
@@ -206,6 +216,8 @@ class FakeScheduler(scheduler_pb2_grpc.SchedulerServicer):
         finally:
             reader.cancel()
             self.connections.remove(connection)
+            for generation in connection.live.values():
+                self.orphans[generation.submission.request_id] = generation
 
     async def _read(self, requests, connection):
         async for message in requests:
@@ -233,7 +245,8 @@ class FakeScheduler(scheduler_pb2_grpc.SchedulerServicer):
         if self.dies_of(submission):
             self.num_deaths += 1
             connection.outbox.put_nowait(None)
-        lives = submission.request_id in {g.submission.request_id for g in connection.live.values()}
+        earlier = self._find(submission.request_id)
+        lives = earlier is not None and earlier.submission.epoch >= submission.epoch
         if self.refusals or lives:
             reason, text, *field = (
                 self.refusals.pop(0) if self.refusals else ("DUPLICATE", "it runs here")
@@ -250,18 +263,76 @@ class FakeScheduler(scheduler_pb2_grpc.SchedulerServicer):
         generation = Generation(submission, self.script(submission), connection)
         generation.position = len(generation.generated_token_ids)
         connection.live[submission.handle] = generation
+        if earlier is not None:
+            self._move(earlier, generation)
         self._has_work.set()
+
+    def _find(self, request_id):
+        live = {g.submission.request_id: g for g in self.live}
+        return live.get(request_id) or self.orphans.get(request_id)
+
+    def _move(self, earlier, generation):
+        """The earlier epoch ends; the later has its tokens at once, unless they must be made."""
+        submission, old = generation.submission, earlier.submission
+        if self.orphans.pop(old.request_id, None) is None:
+            del earlier.connection.live[old.handle]
+            earlier.connection.outbox.put_nowait(scheduler_pb2.SchedulerMessage(moved=[old.handle]))
+        if submission.sampling.HasField("logprobs"):
+            return
+        self.adopted.append((submission.request_id, submission.epoch))
+        if (num_tokens := earlier.position - generation.position) > 0:
+            update = self._step(generation.connection, num_tokens, [submission.handle])
+            generation.connection.outbox.put_nowait(
+                scheduler_pb2.SchedulerMessage(step_update=update)
+            )
 
     async def WatchPool(self, request, context):
         while True:
             self._pool_changed.clear()
             yield scheduler_pb2.PoolSnapshot(
-                scheduler_id="fake", workers=self.workers, draining=self.is_draining
+                scheduler_id=self.name, workers=self.workers, draining=self.is_draining
             )
             with contextlib.suppress(TimeoutError):
                 await asyncio.wait_for(self._pool_changed.wait(), 1.0)
+
+    async def Abort(self, request, context):
+        response = inference_pb2.AbortResponse()
+        for request_id in request.request_ids:
+            self.asked_to_abort.append(request_id)
+            ended = [g for g in (*self.live, *self.orphans.values()) if _is_of(g, request_id)]
+            for generation in ended:
+                self._end(generation)
+            result = "ABORTED" if ended else "NOT_FOUND"
+            response.outcomes.add(request_id=request_id, result=f"RESULT_{result}")
+            for connection in self.connections:
+                if not ended:
+                    connection.outbox.put_nowait(
+                        scheduler_pb2.SchedulerMessage(aborts=[request_id])
+                    )
+        return response
+
+    def _end(self, generation):
+        submission = generation.submission
+        if self.orphans.pop(submission.request_id, None) is None:
+            del generation.connection.live[submission.handle]
+            update = scheduler_pb2.StepUpdate()
+            update.finished.add(handle=submission.handle, reason=common_pb2.FINISH_REASON_ABORTED)
+            generation.connection.outbox.put_nowait(
+                scheduler_pb2.SchedulerMessage(step_update=update)
+            )
+
+    async def Audit(self, request, context):
+        audits = [
+            common_pb2.WorkerAudit(worker_id=w.worker_id, scheduler_id=self.name)
+            for w in self.workers
+        ]
+        return inference_pb2.AuditPoolResponse(workers=audits)
 
     async def Explain(self, request, context):
         if not any(s.request_id == request.request_id for s in self.submissions):
             await context.abort(grpc.StatusCode.NOT_FOUND, "not here")
         return inference_pb2.ExplainResponse(request_id=request.request_id, cached_tokens=7)
+
+
+def _is_of(generation, request_id):
+    return generation.submission.request_id.partition("#")[0] == request_id

@@ -1,0 +1,206 @@
+"""Requests that callers come back to: found here or in the store, claimed, and merged.
+
+A request is claimed in the store by compare-and-set on its epoch before it is taken up, so of two
+routers that want it at once, one comes first and the other takes the request over from it. Where
+there is no store, or the store is away, a request is found in the router that has it. Nothing
+awaits between the last look at the router and the return.
+"""
+
+import asyncio
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, replace
+
+from headrace.service.errors import ServiceError
+from headrace.status.records import Stored
+from headrace.status.states import State
+from headrace.status.store import StatusStore
+from router import outcomes
+from router.request import ClientRequest
+from router.revival import Origin, Past, remembered
+from router.router import Router
+
+_MAX_TRIES = 8
+# A new call waits this long for the store to say whether it repeats an earlier call.
+_REPEATED_TIMEOUT_S = 0.5
+
+FirstTokens = Callable[[Origin], Sequence[int]]
+
+
+@dataclass(frozen=True, slots=True)
+class Identity:
+    """This router: its name, and one process of that name."""
+
+    router_id: str
+    incarnation: str
+
+
+class TakeUps:
+    """Finds requests, and claims them for this router."""
+
+    def __init__(
+        self,
+        router: Router,
+        store: StatusStore,
+        identity: Identity,
+        *,
+        decode: Callable[[Stored], Origin],
+        body_of: Callable[[Stored], bytes],
+    ) -> None:
+        """decode raises the ServiceError that says why a stored request cannot be taken up."""
+        self._router = router
+        self._store = store
+        self._identity = identity
+        self._decode = decode
+        self._body_of = body_of
+
+    async def find(self, request_id: str, first_tokens: FirstTokens) -> Origin:
+        """A request to take up at once, live or ended; raises NOT_FOUND for an unknown one."""
+        for _ in range(_MAX_TRIES):
+            stored = await self._load(request_id, first_tokens)
+            origin = None if stored is None else self._read(stored)
+            if origin is None:
+                origin = self._origin_here(request_id)
+            if origin is None:
+                raise outcomes.unknown(request_id)
+            first_tokens(origin)
+            if self._here(request_id) is None:
+                self._router.check_take_up(origin.spec.tenant)
+            if stored is not None and stored.is_live:
+                stored = await self.claim(stored, State.QUEUED)
+                if stored is None:
+                    continue
+            return self._merge(request_id, stored, first_tokens)
+        raise outcomes.contested(request_id)
+
+    async def find_repeated(self, request_id: str, body_sha256: bytes) -> Origin | None:
+        """The request that a call repeats; None for a call with a new request.
+
+        Raises ALREADY_EXISTS when another live request has the id.
+        """
+        reservation = self._router.calls.get(request_id)
+        if reservation is not None:
+            if reservation.body_sha256 != body_sha256:
+                raise outcomes.duplicate(request_id)
+            if reservation.request is None:
+                raise outcomes.being_read(request_id)
+            return await self.find(request_id, from_the_beginning)
+        stored = await self._load_soon(request_id)
+        if stored is None:
+            return None
+        is_equal = bool(stored.spec) and self._body_of(stored) == body_sha256
+        if stored.is_live and not is_equal:
+            raise outcomes.duplicate(request_id)
+        if not is_equal or not (stored.is_live or _has_ended_well(stored)):
+            return None
+        return await self.find(request_id, from_the_beginning)
+
+    async def claim(
+        self, stored: Stored, state: State, *, detail: str = "", is_recovery: bool = False
+    ) -> Stored | None:
+        """Claim a live request for this router; None: somebody else was faster."""
+        return await self._store.claim(
+            stored,
+            state,
+            router_id=self._identity.router_id,
+            router_incarnation=self._identity.incarnation,
+            detail=detail,
+            is_recovery=is_recovery,
+        )
+
+    def _here(self, request_id: str) -> ClientRequest | None:
+        """The request, if it lives in this router."""
+        reservation = self._router.calls.get(request_id)
+        return None if reservation is None else reservation.request
+
+    def _origin_here(self, request_id: str) -> Origin | None:
+        request = self._here(request_id)
+        return None if request is None else remembered(request)
+
+    async def _load(self, request_id: str, first_tokens: FirstTokens) -> Stored | None:
+        """What the store has, unless all that is needed is here and nobody can change it."""
+        here = self._origin_here(request_id)
+        if here is not None:
+            if _is_served(here, first_tokens(here)) or not self._store.is_durable:
+                return None
+        try:
+            return await self._store.load(request_id)
+        except ServiceError:
+            if self._here(request_id) is None:
+                raise
+            return None
+
+    async def _load_soon(self, request_id: str) -> Stored | None:
+        """What the store has, if it answers; a new call does not depend on the store."""
+        if not self._store.is_durable:
+            return None
+        try:
+            async with asyncio.timeout(_REPEATED_TIMEOUT_S):
+                return await self._store.load(request_id)
+        except (ServiceError, TimeoutError):
+            return None
+
+    def _read(self, stored: Stored) -> Origin | None:
+        """A stored request; None if it cannot be read, but lives here."""
+        try:
+            return self._decode(stored)
+        except ServiceError:
+            if self._here(stored.request_id) is None:
+                raise
+            return None
+
+    def _merge(self, request_id: str, stored: Stored | None, first_tokens: FirstTokens) -> Origin:
+        """What is known here and in the store, together."""
+        here = self._origin_here(request_id)
+        there = None if stored is None else self._read(stored)
+        if here is None or there is None:
+            origin = here or there
+            if origin is None:
+                raise outcomes.unknown(request_id)
+            pasts = origin.pasts
+        else:
+            origin = here
+            pairs = zip(here.pasts, there.pasts, first_tokens(here), strict=True)
+            pasts = [
+                _better(mine, theirs, origin, index, first_token)
+                for index, (mine, theirs, first_token) in enumerate(pairs)
+            ]
+        if there is not None:
+            _check_complete(there, pasts, first_tokens(origin))
+        return replace(origin, pasts=pasts)
+
+
+def from_the_beginning(origin: Origin) -> Sequence[int]:
+    """A caller that has received nothing."""
+    return [0] * origin.spec.n
+
+
+def _has_ended_well(stored: Stored) -> bool:
+    well = {State.STOPPED, State.LENGTH_CAPPED, State.REPETITION}
+    return all(completion.record.state in well for completion in stored.completions)
+
+
+def _check_complete(there: Origin, pasts: Sequence[Past], first_tokens: Sequence[int]) -> None:
+    """Raise if a completion has ended for good, and not all of it is known."""
+    for index, (ended, past, first_token) in enumerate(
+        zip(there.pasts, pasts, first_tokens, strict=True)
+    ):
+        if ended.finish is not None and not past.serves(there.spec, index, first_token):
+            raise outcomes.tokens_lost(there.spec.request_id)
+
+
+def _is_served(origin: Origin, first_tokens: Sequence[int]) -> bool:
+    """Whether a request has ended, and all that the caller wants of it is known."""
+    return all(
+        past.finish is not None and past.serves(origin.spec, index, first_token)
+        for index, (past, first_token) in enumerate(zip(origin.pasts, first_tokens, strict=True))
+    )
+
+
+def _better(mine: Past, theirs: Past, origin: Origin, index: int, first_token: int) -> Past:
+    """What is known of a completion here and, once claimed, in the store."""
+    mine_serves = mine.serves(origin.spec, index, first_token)
+    if theirs.finish is not None:
+        return mine if mine.finish is not None and mine_serves else theirs
+    # The claim raised the epoch: a completion that has ended only here runs to its end again.
+    mine = replace(mine, finish=None, epoch=max(mine.epoch, theirs.epoch))
+    return mine if mine_serves else replace(theirs, epoch=mine.epoch, owner=mine.owner)
