@@ -16,7 +16,7 @@ from headrace.service.channels import ChannelConfig
 from headrace.service.config import SECTIONS
 from headrace.service.process import ProcessConfig
 from headrace.service.serving import ServingConfig
-from router.config import RouterConfig, StreamsConfig, TenantConfig, TenantsConfig
+from router.config import RecoveryConfig, RouterConfig, StreamsConfig, TenantConfig, TenantsConfig
 from scheduler.config import PoolSettings, SchedulerSettings
 
 PAGE = Path(__file__).parent / "settings.md"
@@ -25,6 +25,7 @@ PAGE = Path(__file__).parent / "settings.md"
 _SECTIONS: dict[str, tuple[type[msgspec.Struct], dict[str, str]]] = {
     "router": (RouterConfig, {"router": ""}),
     "streams": (StreamsConfig, {"router": ""}),
+    "recovery": (RecoveryConfig, {"router": ""}),
     "tenant": (TenantConfig, {"router": "tenant-"}),
     "tenants": (TenantsConfig, {"router": ""}),
     "scheduler": (SchedulerSettings, {"scheduler": ""}),

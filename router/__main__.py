@@ -6,10 +6,12 @@ without workers says UNAVAILABLE itself, with a RetryInfo, and ListModels tells 
 
 import asyncio
 import contextlib
+import functools
 import logging
 import os
 import platform
 import time
+import uuid
 from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
@@ -25,6 +27,7 @@ from headrace.status.states import Writer
 from headrace.status.store import StatusStore
 from router.config import (
     PublicServing,
+    RecoveryConfig,
     RouterConfig,
     StreamsConfig,
     TenantConfig,
@@ -34,11 +37,13 @@ from router.config import (
 from router.core.placement import WorkerPool
 from router.prompts import PromptReader
 from router.router import Router
+from router.rpc import stored_spec
 from router.rpc.inference import FULL_NAME, InferenceService, Services
 from router.rpc.model_defaults import ModelDefaults, read_defaults
 from router.rpc.scheduler_client import SchedulerClient
 from router.rules import Rules
-from router.status_log import StatusLog
+from router.status_log import Identity, StatusLog
+from router.take_up import TakeUps
 from router.text.errors import ChatTemplateError, UnsupportedTokenizerError
 from router.text.tokenizer import ModelText, load_model_text
 
@@ -51,6 +56,7 @@ _CLOSE_STREAMS_S = 2.0
 _SECTIONS: dict[str, tuple[type[Any], str]] = {
     "router": (RouterConfig, ""),
     "streams": (StreamsConfig, ""),
+    "recovery": (RecoveryConfig, ""),
     "tenant": (TenantConfig, "tenant"),
     "serving": (PublicServing, ""),
     "channel": (ChannelConfig, "scheduler"),
@@ -62,6 +68,7 @@ _SECTIONS: dict[str, tuple[type[Any], str]] = {
 @click.option("--config", "config_file", type=click.Path(path_type=Path), help="TOML file.")
 @config.flags(RouterConfig)
 @config.flags(StreamsConfig)
+@config.flags(RecoveryConfig)
 @config.flags(TenantConfig, prefix="tenant")
 @config.flags(PublicServing)
 @config.flags(ChannelConfig, prefix="scheduler")
@@ -80,7 +87,8 @@ def main(config_file: Path | None, **arguments: Any) -> None:
     }
     tenants = config.load(TenantsConfig, section="tenants", file=config_file)
     router = settings["router"]
-    rules = rules_of(router, settings.pop("streams"), settings.pop("tenant"), tenants)
+    streams, recovery, tenant = (settings.pop(key) for key in ("streams", "recovery", "tenant"))
+    rules = rules_of(router, streams, recovery, tenant, tenants)
     if not router.scheduler:
         raise config.ConfigError("give at least one --scheduler HOST:PORT")
     if not router.model:
@@ -110,7 +118,7 @@ async def serve(
     prompts: PromptReader,
 ) -> None:
     """Serve until SIGTERM or SIGINT, then let live requests finish, and stop."""
-    router_id = router.router_id or platform.node()
+    identity = Identity(router.router_id or platform.node(), uuid.uuid4().hex)
     traces = telemetry.setup("headrace-router", process.otlp_endpoint)
     async with contextlib.AsyncExitStack() as stack:
         store = await stack.enter_async_context(StatusStore(router.store_url, Writer.ROUTER))
@@ -122,9 +130,9 @@ async def serve(
         channels = {address: open_channel(address, channel) for address in router.scheduler}
         for opened in channels.values():
             stack.push_async_callback(opened.close)
-        live = build_router(router, rules, store, router_id)
+        live = build_router(router, rules, store, identity)
         schedulers = [
-            SchedulerClient(address, opened, live, router_id=router_id)
+            SchedulerClient(address, opened, live, router_id=identity.router_id)
             for address, opened in channels.items()
         ]
         services = Services(
@@ -134,6 +142,7 @@ async def serve(
             prompts=prompts,
             schedulers=schedulers,
             status=store,
+            take_ups=build_take_ups(live, store, identity, models),
             max_prompt_bytes=router.max_prompt_bytes,
         )
         server = GrpcServer(serving, [FULL_NAME], traces.server_interceptors)
@@ -159,7 +168,7 @@ async def serve(
 
 
 def build_router(
-    settings: RouterConfig, rules: Rules, store: StatusStore, router_id: str
+    settings: RouterConfig, rules: Rules, store: StatusStore, identity: Identity
 ) -> Router:
     """The router's state, empty."""
     return Router(
@@ -168,8 +177,16 @@ def build_router(
             max_report_age_s=settings.max_report_age_s,
         ),
         rules,
-        StatusLog(store, router_id, wall_clock=time.time),
+        StatusLog(store, identity, encode=stored_spec.encode, wall_clock=time.time),
     )
+
+
+def build_take_ups(
+    router: Router, store: StatusStore, identity: Identity, models: Mapping[str, ModelText]
+) -> TakeUps:
+    """What finds the requests that callers come back to."""
+    decode = functools.partial(stored_spec.decode, models=models)
+    return TakeUps(router, store, identity, decode=decode, body_of=stored_spec.body_of)
 
 
 def load_models(

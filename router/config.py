@@ -1,6 +1,6 @@
 """The router's settings."""
 
-from typing import Annotated
+from typing import Annotated, Literal
 
 import msgspec
 
@@ -10,6 +10,8 @@ from router.core.admission import Limits, TenantLimits
 from router.core.pauses import SlowClient, UnreadLimits
 from router.core.policies import OrderName
 from router.rules import Rules
+
+DrainMode = Literal["handover", "finish"]
 
 
 class RouterConfig(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
@@ -104,6 +106,28 @@ class StreamsConfig(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
     ] = 60.0
 
 
+class RecoveryConfig(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
+    """What becomes of requests whose caller, router or scheduler is gone."""
+
+    orphan_ttl_s: Annotated[
+        float,
+        help_text(
+            "A kept request that nobody reads is ended when nobody resumes it so long.", gt=0
+        ),
+    ] = 60.0
+    drain_mode: Annotated[
+        DrainMode,
+        help_text(
+            "Requests that are not done when a shutdown's time is over: left to their schedulers,"
+            " to be resumed at another router, or ended."
+        ),
+    ] = "handover"
+    max_recoveries: Annotated[
+        int,
+        help_text("A request whose services died so often since it was read is ended.", ge=1),
+    ] = 3
+
+
 class TenantConfig(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
     """Limits of each tenant that has none of its own in `tenants`."""
 
@@ -138,7 +162,11 @@ class TenantsConfig(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
 
 
 def rules_of(
-    router: RouterConfig, streams: StreamsConfig, tenant: TenantConfig, tenants: TenantsConfig
+    router: RouterConfig,
+    streams: StreamsConfig,
+    recovery: RecoveryConfig,
+    tenant: TenantConfig,
+    tenants: TenantsConfig,
 ) -> Rules:
     """The rules that follow from the settings."""
     return Rules(
@@ -150,5 +178,6 @@ def rules_of(
         policy=router.policy,
         priority_aging_s=router.priority_aging_s,
         share_prefix_cache_across_tenants=router.share_prefix_cache_across_tenants,
+        orphan_ttl_s=recovery.orphan_ttl_s,
         unread=UnreadLimits(**msgspec.structs.asdict(streams)),
     )

@@ -226,6 +226,7 @@ class ClientRequest:
     deadline: float | None = None
     completions: list[ClientCompletion] = field(default_factory=list)
     error: ServiceError | None = None
+    is_kept: bool = True  # by a store that keeps requests at all
     is_taken_up: bool = False
     num_tokens_before: int = 0  # generated before the request was taken up here
     is_released: bool = False

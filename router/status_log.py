@@ -5,6 +5,7 @@ own connections; the epoch and the store's transition table put the records in o
 """
 
 from collections.abc import Callable
+from dataclasses import dataclass
 from typing import assert_never
 
 from headrace.status.records import Update
@@ -12,18 +13,35 @@ from headrace.status.states import State
 from headrace.status.store import StatusStore
 from headrace.vocabulary import FinishReason
 from router.outputs import CompletionFinish
-from router.request import ClientCompletion, Spec
+from router.request import ClientCompletion, ClientRequest, Spec
+
+
+@dataclass(frozen=True, slots=True)
+class Identity:
+    """This router: its name, and the one process of that name."""
+
+    router_id: str
+    incarnation: str
 
 
 class StatusLog:
     """Records the router's part of each request's status. No call waits or fails."""
 
     def __init__(
-        self, store: StatusStore, router_id: str, *, wall_clock: Callable[[], float]
+        self,
+        store: StatusStore,
+        identity: Identity,
+        *,
+        encode: Callable[[ClientRequest], bytes | None],
+        wall_clock: Callable[[], float],
     ) -> None:
-        """wall_clock is seconds since the epoch. The caller closes the store."""
+        """encode makes a request's spec; None: it is too large to be kept.
+
+        wall_clock is seconds since the epoch. The caller closes the store.
+        """
         self._store = store
-        self._router_id = router_id
+        self._identity = identity
+        self._encode = encode
         self._wall_clock = wall_clock
 
     @property
@@ -34,9 +52,14 @@ class StatusLog:
     def queued(self, completion: ClientCompletion) -> None:
         """The completion waits in the router, for the first time or again."""
         request = completion.request
+        spec = None
+        if not completion.index and self._store.is_configured:
+            spec = self._encode(request)
+            request.is_kept = spec is not None
         self._record(
             completion,
             State.QUEUED,
+            spec=spec,
             num_completions=len(request.completions),
             tenant=request.spec.tenant,
             model=request.spec.model,
@@ -46,7 +69,14 @@ class StatusLog:
 
     def dispatched(self, completion: ClientCompletion) -> None:
         """The completion was sent to a scheduler."""
-        self._record(completion, State.DISPATCHED, worker_id=completion.worker_id)
+        link, sent = completion.flight
+        self._record(
+            completion,
+            State.DISPATCHED,
+            scheduler_id=link.scheduler_id,
+            worker_id=sent.worker.worker_id,
+            worker_incarnation=sent.worker.incarnation,
+        )
 
     def ended_waiting(self, completion: ClientCompletion, finish: CompletionFinish) -> None:
         """The completion ended while it waited in the router."""
@@ -66,7 +96,8 @@ class StatusLog:
                 model=spec.model,
                 prompt_tokens=num_prompt_tokens,
                 detail=detail,
-                router_id=self._router_id,
+                router_id=self._identity.router_id,
+                router_incarnation=self._identity.incarnation,
             )
         )
 
@@ -78,7 +109,8 @@ class StatusLog:
                 epoch=completion.epoch,
                 time_unix_s=self._wall_clock(),
                 create_time_unix_s=completion.arrived_unix_s,
-                router_id=self._router_id,
+                router_id=self._identity.router_id,
+                router_incarnation=self._identity.incarnation,
                 **values,  # type: ignore[arg-type]
             )
         )

@@ -109,7 +109,7 @@ def cost_of(request: ClientRequest, router: Router) -> RequestCost:
         paused_s=request.paused_s,
         cached_tokens=_cached_tokens(request),
         num_preemptions=request.num_preemptions,
-        is_durable=router.is_durable,
+        is_durable=router.is_durable and request.is_kept,
     )
 
 

@@ -8,7 +8,7 @@ awaits between the last look at the router and the return.
 
 import asyncio
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import replace
 
 from headrace.service.errors import ServiceError
 from headrace.status.records import Stored
@@ -18,20 +18,13 @@ from router import outcomes
 from router.request import ClientRequest
 from router.revival import Origin, Past, remembered
 from router.router import Router
+from router.status_log import Identity
 
 _MAX_TRIES = 8
 # A new call waits this long for the store to say whether it repeats an earlier call.
 _REPEATED_TIMEOUT_S = 0.5
 
 FirstTokens = Callable[[Origin], Sequence[int]]
-
-
-@dataclass(frozen=True, slots=True)
-class Identity:
-    """This router: its name, and one process of that name."""
-
-    router_id: str
-    incarnation: str
 
 
 class TakeUps:
@@ -119,9 +112,10 @@ class TakeUps:
     async def _load(self, request_id: str, first_tokens: FirstTokens) -> Stored | None:
         """What the store has, unless all that is needed is here and nobody can change it."""
         here = self._origin_here(request_id)
-        if here is not None:
-            if _is_served(here, first_tokens(here)) or not self._store.is_durable:
-                return None
+        if here is not None and (
+            _is_served(here, first_tokens(here)) or not self._store.is_durable
+        ):
+            return None
         try:
             return await self._store.load(request_id)
         except ServiceError:

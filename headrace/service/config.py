@@ -16,7 +16,7 @@ import msgspec
 
 # Sections of all services: services share one file, and each refuses only unknown sections.
 SECTIONS = (
-    *("router", "streams", "tenant", "tenants", "scheduler", "pool", "gpuworker"),
+    *("router", "streams", "recovery", "tenant", "tenants", "scheduler", "pool", "gpuworker"),
     *("kv_cache", "serving", "channel", "process"),
 )
 

@@ -4,7 +4,9 @@ Generate writes to its client from the call's own task; everything that the requ
 released when that task ends, however it ends.
 """
 
+import asyncio
 import functools
+import itertools
 import time
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
@@ -245,8 +247,10 @@ class InferenceService:
     async def AuditPool(
         self, _request: inference_pb2.AuditPoolRequest, _context: Any
     ) -> inference_pb2.AuditPoolResponse:
-        """Not served yet."""
-        raise unimplemented("RESUME", "AuditPool is not served yet")
+        """The audits of all schedulers; one that gives none is a fault too."""
+        audits = await asyncio.gather(*map(_audit, self._services.schedulers))
+        workers = sorted(itertools.chain.from_iterable(audits), key=lambda w: w.worker_id)
+        return inference_pb2.AuditPoolResponse(workers=workers)
 
     def _vocab_size(self, model_name: str) -> int:
         """The smallest vocabulary of the ready workers; without one, the tokenizer's."""
@@ -261,6 +265,14 @@ _ABORT_RESULT = {
     False: inference_pb2.AbortOutcome.RESULT_ALREADY_FINISHED,
     None: inference_pb2.AbortOutcome.RESULT_NOT_FOUND,
 }
+
+
+async def _audit(scheduler: SchedulerClient) -> Sequence[common_pb2.WorkerAudit]:
+    try:
+        return await scheduler.audit()
+    except ServiceError as error:
+        fault = f"scheduler {scheduler.name} gave no account: {error.message}"
+        return [common_pb2.WorkerAudit(scheduler_id=scheduler.name, faults=[fault])]
 
 
 def _call_deadline(context: Any) -> float | None:

@@ -9,6 +9,7 @@ after, goes into the next message.
 import asyncio
 import logging
 import random
+from collections.abc import Sequence
 from typing import Any
 
 import grpc.aio
@@ -25,6 +26,7 @@ logger = logging.getLogger(__name__)
 
 _FIRST_BACKOFF_S = 0.1
 _MAX_BACKOFF_S = 5.0
+_ASK_TIMEOUT_S = 10.0
 
 # Between two messages; the first is sent at once. A message for each of a thousand requests a
 # second would cost router, scheduler and worker more CPU than the requests themselves, and a step
@@ -41,6 +43,7 @@ class SchedulerClient:
         """name is the scheduler's address. The caller closes the channel."""
         self._name = name
         self._stub: Any = scheduler_pb2_grpc.SchedulerStub(channel)
+        self._router = router
         self._requests = router.live
         self._router_id = router_id
         self._outbox = SchedulerOutbox()
@@ -77,13 +80,28 @@ class SchedulerClient:
 
     async def explain(self, request_id: str) -> inference_pb2.ExplainResponse:
         """The scheduler's account of a request; raises the scheduler's ServiceError."""
+        request = inference_pb2.ExplainRequest(request_id=request_id)
+        response: inference_pb2.ExplainResponse = await self._ask(self._stub.Explain, request)
+        return response
+
+    async def abort(self, request_ids: Sequence[str]) -> inference_pb2.AbortResponse:
+        """End requests of any router; raises the scheduler's ServiceError."""
+        request = inference_pb2.AbortRequest(request_ids=request_ids)
+        response: inference_pb2.AbortResponse = await self._ask(self._stub.Abort, request)
+        return response
+
+    async def audit(self) -> Sequence[common_pb2.WorkerAudit]:
+        """The audits of the scheduler's workers; raises the scheduler's ServiceError."""
+        request = inference_pb2.AuditPoolRequest()
+        response: inference_pb2.AuditPoolResponse = await self._ask(self._stub.Audit, request)
+        return response.workers
+
+    @staticmethod
+    async def _ask(method: Any, request: Any) -> Any:
         try:
-            response: inference_pb2.ExplainResponse = await self._stub.Explain(
-                inference_pb2.ExplainRequest(request_id=request_id), timeout=10.0
-            )
+            return await method(request, timeout=_ASK_TIMEOUT_S)
         except grpc.aio.AioRpcError as error:
             raise from_rpc_error(error) from error
-        return response
 
     async def run(self) -> None:
         """Stay connected until cancelled."""
@@ -147,7 +165,10 @@ class SchedulerClient:
         async for message in call:
             if message.HasField("step_update"):
                 self._requests.on_step(scheduler_wire.to_step_outputs(message.step_update))
-            self._requests.on_moved(message.moved)
+            if message.moved:
+                self._requests.on_moved(message.moved)
+            for request_id in message.aborts:
+                self._router.abort(request_id)
             for refusal in message.refusals:
                 self._requests.on_refusal(scheduler_wire.to_refusal(refusal))
         raise _StreamEndedError

@@ -33,6 +33,9 @@ def _response(request_id: str, records: Sequence[Record]) -> inference_pb2.GetSt
         prompt_tokens=shown.prompt_tokens,
         completion_tokens=sum(record.completion_tokens for record in records),
         detail=shown.detail,
+        router_id=shown.router_id,
+        scheduler_id=shown.scheduler_id,
+        worker_id=shown.worker_id,
     )
 
 

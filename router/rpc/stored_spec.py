@@ -49,7 +49,7 @@ def encode(request: ClientRequest) -> bytes | None:
     """A request as it was admitted; None if it is too large to be kept."""
     spec = request.spec
     assert isinstance(spec.sampling, common_pb2.SamplingParams), "the wire's own parameters"
-    always = inference_pb2.GenerateRequest.RECOVER_ALWAYS
+    recovers = inference_pb2.GenerateRequest
     message = record_pb2.RequestSpec(
         request=inference_pb2.GenerateRequest(
             request_id=spec.request_id,
@@ -62,7 +62,9 @@ def encode(request: ClientRequest) -> bytes | None:
             echo=spec.echo,
             keep_special_tokens=spec.keep_special_tokens,
             keep_on_disconnect=spec.goes_on,
-            recover=always if spec.recovers_at_once else None,
+            recover=recovers.RECOVER_ALWAYS
+            if spec.recovers_at_once
+            else recovers.RECOVER_ON_RESUME,
         ),
         prompt_token_ids=pack_int32(request.prompt_token_ids),
         prompt_text=request.prompt_text,

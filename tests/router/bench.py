@@ -14,7 +14,7 @@ from router.outputs import Admitted, CompletionFinish, StepOutputs
 from router.request import Spec
 from router.router import Router
 from router.rules import Rules
-from router.status_log import StatusLog
+from router.status_log import Identity, StatusLog
 from tests.router.tiny_models import byte_level_model
 
 TOKENIZER = byte_level_model().tokenizer
@@ -54,7 +54,7 @@ class Bench:
         self.router = Router(
             WorkerPool(waiting_allowance=waiting_allowance, max_report_age_s=1e9),
             Rules(**rules),
-            StatusLog(store, "r", wall_clock=lambda: self.time),
+            StatusLog(store, Identity("r", "one"), encode=bytes, wall_clock=lambda: self.time),
             clock=lambda: self.time,
             wall_clock=lambda: self.time,
         )

@@ -81,6 +81,7 @@ class FakeScheduler(scheduler_pb2_grpc.SchedulerServicer):
         self.is_paced = is_paced
         self.interval_s = interval_s
         self.tokens_per_step = 1
+        self.limit = 10**9  # no request gets further than this many tokens
         self.workers = [worker()]
         self.num_messages = 0  # over all connections, their hellos included
         self.submissions: list[scheduler_pb2.Submission] = []
@@ -139,7 +140,8 @@ class FakeScheduler(scheduler_pb2_grpc.SchedulerServicer):
                 update = self._step(connection, num_tokens or self.tokens_per_step)
                 connection.outbox.put_nowait(scheduler_pb2.SchedulerMessage(step_update=update))
         for request_id, generation in list(self.orphans.items()):
-            generation.position += num_tokens or self.tokens_per_step
+            end = generation.position + (num_tokens or self.tokens_per_step)
+            generation.position = min(end, self.limit)
             if generation.position >= len(generation.script.token_ids):
                 del self.orphans[request_id]
 
@@ -158,7 +160,8 @@ class FakeScheduler(scheduler_pb2_grpc.SchedulerServicer):
                     time_unix_s=time.time(),
                     worker_id=generation.submission.worker_id,
                 )
-            new = list(script.token_ids[generation.position : generation.position + num_tokens])
+            end = min(generation.position + num_tokens, self.limit)
+            new = list(script.token_ids[generation.position : end])
             generation.position += len(new)
             if new:
                 handles.append(handle)
@@ -186,8 +189,9 @@ class FakeScheduler(scheduler_pb2_grpc.SchedulerServicer):
             return
         entry = update.logprobs.add(handle=generation.submission.handle)
         if sampling.HasField("logprobs"):
-            for token_id in new:
-                entry.tokens.add(token_id=token_id, logprob=-0.5, rank=1)
+            begin = generation.position - len(new)
+            for position, token_id in enumerate(new, begin):
+                entry.tokens.add(token_id=token_id, logprob=-position / 16, rank=1)
         if sampling.HasField("prompt_logprobs") and generation.position == len(new):
             for token_id in generation.prompt_token_ids[1:]:
                 entry.prompt_tokens.add(token_id=token_id, logprob=-1.5, rank=2)

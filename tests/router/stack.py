@@ -2,6 +2,7 @@
 
 import asyncio
 import contextlib
+import uuid
 from collections import defaultdict
 from dataclasses import dataclass
 from typing import Any
@@ -13,13 +14,21 @@ from headrace.service.serving import GrpcServer, ServingConfig
 from headrace.status.states import Writer
 from headrace.status.store import StatusStore
 from headrace.v1 import inference_pb2, inference_pb2_grpc
-from router.__main__ import build_router
-from router.config import RouterConfig, StreamsConfig, TenantConfig, TenantsConfig, rules_of
+from router.__main__ import build_router, build_take_ups
+from router.config import (
+    RecoveryConfig,
+    RouterConfig,
+    StreamsConfig,
+    TenantConfig,
+    TenantsConfig,
+    rules_of,
+)
 from router.prompts import PromptReader
 from router.router import Router
 from router.rpc.inference import FULL_NAME, InferenceService, Services
 from router.rpc.model_defaults import ModelDefaults
 from router.rpc.scheduler_client import SchedulerClient
+from router.status_log import Identity
 from tests.router.fake_scheduler import MODEL, FakeScheduler
 from tests.router.tiny_models import byte_level_model
 
@@ -41,6 +50,15 @@ class Stack:
             fields["text"] = text
         request = inference_pb2.GenerateRequest(sampling=sampling, **fields)
         return self.stub.Generate(request, timeout=timeout, metadata=metadata)
+
+    def resume(self, request_id, *from_token, timeout=20):
+        """from_token: one for all completions, or one for each."""
+        by_index = from_token if len(from_token) > 1 else ()
+        first = 0 if by_index else from_token[0]
+        request = inference_pb2.ResumeRequest(
+            request_id=request_id, from_token=first, from_token_by_index=by_index
+        )
+        return self.stub.Resume(request, timeout=timeout)
 
     @staticmethod
     async def rest(call):
@@ -81,13 +99,21 @@ class Stack:
 
 @contextlib.asynccontextmanager
 async def running_stack(
-    *, schedulers=None, models=None, defaults=None, scheduler=None, store_url="", **settings
+    *,
+    schedulers=None,
+    models=None,
+    defaults=None,
+    scheduler=None,
+    store_url="",
+    router_id="router-0",
+    **settings,
 ):
     tenant = TenantConfig(**settings.pop("tenant", {}))
     named = {name: TenantConfig(**values) for name, values in settings.pop("named", {}).items()}
     streams = StreamsConfig(**settings.pop("streams", {}))
+    recovery = RecoveryConfig(**settings.pop("recovery", {}))
     config = RouterConfig(**settings)
-    rules = rules_of(config, streams, tenant, TenantsConfig(named=named))
+    rules = rules_of(config, streams, recovery, tenant, TenantsConfig(named=named))
     async with contextlib.AsyncExitStack() as stack:
         if schedulers is None:
             schedulers = [await stack.enter_async_context(scheduler or FakeScheduler())]
@@ -95,12 +121,13 @@ async def running_stack(
         models = models or {MODEL: byte_level_model()}
         prompts = PromptReader(models)
         stack.callback(prompts.close)
-        router = build_router(config, rules, store, "router-0")
+        identity = Identity(router_id, uuid.uuid4().hex)
+        router = build_router(config, rules, store, identity)
         clients = []
         for one in schedulers:
             channel = open_channel(one.address, ChannelConfig())
             stack.push_async_callback(channel.close)
-            clients.append(SchedulerClient(one.address, channel, router, router_id="router-0"))
+            clients.append(SchedulerClient(one.address, channel, router, router_id=router_id))
         services = Services(
             router=router,
             models=models,
@@ -108,6 +135,7 @@ async def running_stack(
             prompts=prompts,
             schedulers=clients,
             status=store,
+            take_ups=build_take_ups(router, store, identity, models),
             max_prompt_bytes=config.max_prompt_bytes,
         )
         server = GrpcServer(ServingConfig(), [FULL_NAME])

@@ -3,7 +3,14 @@
 import pytest
 
 from headrace.service.config import ConfigError, load
-from router.config import RouterConfig, StreamsConfig, TenantConfig, TenantsConfig, rules_of
+from router.config import (
+    RecoveryConfig,
+    RouterConfig,
+    StreamsConfig,
+    TenantConfig,
+    TenantsConfig,
+    rules_of,
+)
 from router.core.pauses import UnreadLimits
 
 
@@ -11,6 +18,7 @@ def rules_from(file, text):
     file.write_text(text)
     sections = (
         *(("router", RouterConfig), ("streams", StreamsConfig)),
+        ("recovery", RecoveryConfig),
         *(("tenant", TenantConfig), ("tenants", TenantsConfig)),
     )
     return rules_of(*(load(struct, section=name, file=file) for name, struct in sections))

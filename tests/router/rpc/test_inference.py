@@ -288,11 +288,11 @@ async def test_a_long_prompt_is_read_beside_the_event_loop(stack):
     )
 
 
-async def test_a_repeated_id_is_refused_while_it_lives_and_free_afterwards(stack):
+async def test_an_id_of_another_message_is_refused_while_it_lives_and_free_afterwards(stack):
     stack.scheduler.is_paced = False
     call = stack.generate(request_id="same")
     await stack.until(lambda: stack.scheduler.live)
-    error = await error_of(stack.generate(request_id="same"))
+    error = await error_of(stack.generate("another text", request_id="same"))
     assert (error.code, error.reason) == (
         grpc.StatusCode.ALREADY_EXISTS,
         "DUPLICATE_REQUEST_ID",
@@ -369,8 +369,6 @@ async def test_explain_asks_the_scheduler_that_had_it(stack):
 
 
 async def test_what_is_not_served_yet_says_so(stack):
-    error = await error_of(stack.stub.Resume(inference_pb2.ResumeRequest(request_id="r")))
-    assert (error.code, error.reason) == (grpc.StatusCode.UNIMPLEMENTED, "RESUME")
     with pytest.raises(grpc.aio.AioRpcError) as caught:
         await stack.stub.GetStatus(inference_pb2.GetStatusRequest(request_id="r"))
     assert from_rpc_error(caught.value).reason == "NO_STATUS_STORE"

@@ -1,0 +1,274 @@
+"""Resume on the router that has the request: no store, and the bytes of the undisturbed call."""
+
+import asyncio
+import random
+from dataclasses import dataclass, field
+
+import grpc.aio
+import pytest
+
+from headrace.service.errors import from_rpc_error
+from headrace.v1 import inference_pb2, scheduler_pb2
+from router.text.detokenizer import BYTE_BY_CHAR
+from tests.router.fake_scheduler import FakeScheduler, Script, worker
+from tests.router.stack import Stack, running_stack
+from tests.router.tiny_models import byte_level_tokenizer
+
+_ID_BY_BYTE = {
+    BYTE_BY_CHAR[char]: token_id
+    for char, token_id in byte_level_tokenizer().get_vocab().items()
+    if char in BYTE_BY_CHAR
+}
+# Characters of one to four bytes, each byte a token, and beginnings of stop strings.
+TEXT = "añb ENDE €uro EN 🙂🙂 EN\u00e9 ENDx ∑ fin "
+
+
+def tokens_of(text):
+    return [_ID_BY_BYTE[byte] for byte in text.encode()]
+
+
+@dataclass
+class Received:
+    """What one completion's client has put together, and it sees each token once."""
+
+    token_ids: list = field(default_factory=list)
+    text: str = ""
+    logprobs: list = field(default_factory=list)
+    text_offsets: list = field(default_factory=list)
+    end: tuple | None = None
+
+    def add(self, output):
+        assert self.end is None
+        assert output.first_token_position == len(self.token_ids)
+        self.token_ids.extend(output.token_ids)
+        self.text += output.text
+        self.logprobs.extend(entry.SerializeToString() for entry in output.logprobs)
+        self.text_offsets.extend(output.text_offsets)
+        if output.finish_reason:
+            self.end = (output.finish_reason, output.stop, output.stop_token_id)
+
+
+@dataclass
+class Client:
+    """A caller that puts n completions together over several calls."""
+
+    n: int
+    completions: list = field(default_factory=list)
+    prompt_logprobs: list = field(default_factory=list)
+    usage: tuple | None = None
+
+    def __post_init__(self):
+        self.completions = [Received() for _ in range(self.n)]
+
+    @property
+    def positions(self):
+        return [len(received.token_ids) for received in self.completions]
+
+    def add(self, message):
+        self.prompt_logprobs.extend(p.SerializeToString() for p in message.prompt_logprobs)
+        for output in message.outputs:
+            received = self.completions[output.index]
+            # What a client has to the end comes again with the others' rest.
+            if received.end is None:
+                received.add(output)
+        if message.HasField("usage"):
+            self.usage = (message.usage.prompt_tokens, message.usage.completion_tokens)
+
+    async def read(self, call, num_messages=10**9, limit=10**9):
+        """Read to the end, or some messages, as long as tokens before the limit are missing."""
+        while num_messages and min(self.positions) < limit:
+            message = await call.read()
+            if message is grpc.aio.EOF:
+                return
+            self.add(message)
+            num_messages -= 1
+
+
+def script(submission):
+    """Each completion says the same text from another place on."""
+    index = int(submission.request_id.partition("#")[2] or 0)
+    token_ids = tokens_of((TEXT[3 * index :] + TEXT) * 2)[: submission.sampling.max_tokens]
+    return Script(token_ids)
+
+
+def fields_of(case, chance):
+    sampling = {"max_tokens": 60, "n": case.get("n", 1), "seed": 7} | case.get("sampling", {})
+    fields = {key: value for key, value in case.items() if key not in {"n", "sampling"}}
+    return fields | {"request_id": f"r-{chance}", "sampling": sampling}
+
+
+CASES = [
+    {},
+    {"n": 3},
+    {"sampling": {"stop": ["🙂 EN\u00e9 END"]}},
+    {"sampling": {"stop": ["ENDx", "never"], "logprobs": 2}, "n": 3, "echo": True},
+    {"sampling": {"stop": ["END"], "min_tokens": 20}, "include_stop_str_in_output": True},
+    {"sampling": {"logprobs": 0, "prompt_logprobs": 1}, "n": 2},
+    {"sampling": {"max_tokens": 7}, "echo": True, "text": "où"},
+]
+
+
+@pytest.mark.parametrize("case", CASES, ids=str)
+async def test_a_call_resumed_anywhere_again_and_again_gives_the_undisturbed_bytes(case):
+    rng = random.Random(str(case))
+    scheduler = FakeScheduler(script=script, interval_s=0.0005)
+    async with running_stack(scheduler=scheduler) as stack:
+        n = case.get("n", 1)
+        whole = Client(n)
+        await whole.read(stack.generate(**fields_of(case, "whole")))
+        num_tokens = min(whole.positions)
+        for chance in range(12):
+            scheduler.tokens_per_step = rng.choice([1, 1, 2, 5])
+            scheduler.limit = limit = rng.randrange(1, num_tokens)
+            fields, client = fields_of(case, chance), Client(n)
+            call = stack.generate(**fields)
+            await client.read(call, 1, limit)
+            for _ in range(rng.randrange(1, 4)):
+                await client.read(call, rng.randrange(4), limit)
+                earlier, call = call, stack.resume(fields["request_id"], *client.positions)
+                await client.read(call, rng.randrange(2), limit)
+                with pytest.raises(grpc.aio.AioRpcError) as caught:
+                    await stack.rest(earlier)
+                assert from_rpc_error(caught.value).reason == "RESUMED_ELSEWHERE"
+            scheduler.limit = 10**9
+            await client.read(call)
+            assert client == whole
+
+
+async def test_an_unknown_request_is_not_found(stack):
+    error = await error_of(stack.resume("nobody", 0))
+    assert (error.code, error.reason) == (grpc.StatusCode.NOT_FOUND, "UNKNOWN_REQUEST")
+
+
+async def test_a_position_that_cannot_be_is_refused(stack):
+    stack.scheduler.is_paced = False
+    call = stack.generate(request_id="r", sampling={"max_tokens": 8, "n": 2})
+    await stack.until(lambda: len(stack.scheduler.live) == 2)
+    for positions in ((9,), (0, 9), (1, 2, 3)):
+        error = await error_of(stack.resume("r", *positions))
+        assert error.code is grpc.StatusCode.INVALID_ARGUMENT
+        assert error.field in {"from_token", "from_token_by_index"}
+    stack.scheduler.resume()
+    assert await stack.rest(call)
+
+
+async def test_a_request_that_is_resumed_before_it_is_sent_keeps_its_place(stack):
+    stack.scheduler.set_workers(worker(max_num_seqs=1, num_free_kv_blocks=0))
+    await stack.until(lambda: stack.router.pool.reports()[0].num_free_kv_blocks == 0)
+    stack.scheduler.is_paced = False
+    calls = [stack.generate(request_id=f"r-{number}") for number in range(12)]
+    await stack.until(lambda: stack.router.num_queued > 2)
+    queued = [c.request_id for c in stack.router._dispatcher.queue]
+    again = stack.resume(queued[0], 0)
+    await stack.until(lambda: stack.router.calls.get(queued[0]).request.is_taken_up)
+    assert stack.router.num_queued == len(queued)
+    calls[int(queued[0].removeprefix("r-"))] = again
+    stack.scheduler.set_workers(worker())
+    stack.scheduler.resume()
+    await asyncio.gather(*map(stack.rest, calls))
+    sent = [s.request_id for s in stack.scheduler.submissions]
+    assert sent.index(queued[0]) == len(sent) - len(queued)
+
+
+async def test_a_repeated_call_attaches_and_what_it_repeats_is_told(stack):
+    stack.scheduler.is_paced = False
+    first = stack.generate(request_id="same")
+    await stack.until(lambda: stack.scheduler.live)
+    stack.scheduler.step(3)
+    await first.read()
+    second = stack.generate(request_id="same")
+    error = await error_of(first)
+    assert (error.code, error.reason) == (grpc.StatusCode.ABORTED, "RESUMED_ELSEWHERE")
+    stack.scheduler.resume()
+    messages = await stack.rest(second)
+    assert sum(len(o.token_ids) for m in messages for o in m.outputs) == 8
+    assert stack.scheduler.adopted == [("same", 2)]
+    assert not stack.scheduler.cancellations
+    metadata = dict(await second.trailing_metadata())
+    assert metadata["x-headrace-recoveries"] == "1"
+
+
+async def test_a_kept_request_goes_on_without_its_caller_and_is_resumed(stack):
+    stack.scheduler.is_paced = False
+    call = stack.generate(request_id="kept", keep_on_disconnect=True)
+    await stack.until(lambda: stack.scheduler.live)
+    call.cancel()
+    await stack.until(lambda: not stack.router.calls.get("kept").request.has_reader)
+    stack.scheduler.step(100)
+    await stack.until(lambda: not stack.router.num_in_flight)
+    assert stack.router.num_live == 1
+    messages = await stack.rest(stack.resume("kept", 2))
+    assert messages[0].outputs[0].first_token_position == 2
+    assert sum(len(o.token_ids) for m in messages for o in m.outputs) == 6
+    assert len(stack.scheduler.submissions) == 1
+
+
+@pytest.mark.parametrize("has_ended", [True, False])
+async def test_a_kept_request_that_nobody_resumes_ends(has_ended):
+    async with running_stack(recovery={"orphan_ttl_s": 0.2}) as stack:
+        stack.scheduler.is_paced = False
+        call = stack.generate(request_id="kept", keep_on_disconnect=True)
+        await stack.until(lambda: stack.scheduler.live)
+        call.cancel()
+        await stack.until(lambda: not stack.router.calls.get("kept").request.has_reader)
+        if has_ended:
+            stack.scheduler.step(100)
+        await stack.until(lambda: not stack.router.num_live)
+        await stack.until(lambda: not stack.scheduler.live)
+        assert len(stack.scheduler.cancellations) == (not has_ended)
+        assert (await error_of(stack.resume("kept", 0))).code is grpc.StatusCode.NOT_FOUND
+
+
+async def test_a_kept_request_waits_when_much_of_it_is_unread_even_where_slow_clients_are_cut():
+    streams = {"max_unread_tokens": 4, "slow_client": "cut", "max_pause_s": 0.05}
+    async with running_stack(streams=streams) as stack:
+        stack.scheduler.is_paced = False
+        call = stack.generate(request_id="kept", keep_on_disconnect=True)
+        await stack.until(lambda: stack.scheduler.live)
+        call.cancel()
+        await stack.until(lambda: not stack.router.calls.get("kept").request.has_reader)
+        stack.scheduler.step(5)
+        await stack.until(lambda: stack.scheduler.pauses == [("kept", True)])
+        request = stack.router.calls.get("kept").request
+        await stack.until(lambda: request.paused_s > 0.1)
+        assert stack.scheduler.live
+        rest = stack.resume("kept", 5)
+        await stack.until(lambda: stack.scheduler.adopted)
+        stack.scheduler.resume()
+        assert await stack.rest(rest)
+
+
+async def test_a_request_to_be_finished_in_any_case_does_not_wait_for_a_reader():
+    async with running_stack(streams={"max_unread_tokens": 2}) as stack:
+        stack.scheduler.is_paced = False
+        always = inference_pb2.GenerateRequest.RECOVER_ALWAYS
+        call = stack.generate(request_id="kept", keep_on_disconnect=True, recover=always)
+        await stack.until(lambda: stack.scheduler.live)
+        stack.scheduler.step(1)
+        call.cancel()
+        await stack.until(lambda: not stack.router.calls.get("kept").request.has_reader)
+        stack.scheduler.step(6)
+        stack.scheduler.step(1)
+        await stack.until(lambda: not stack.router.num_in_flight)
+        assert not stack.scheduler.pauses
+        assert await stack.rest(stack.resume("kept", 0))
+
+
+async def test_a_request_that_moved_ends_its_call_and_is_cancelled_nowhere(stack):
+    stack.scheduler.is_paced = False
+    call = stack.generate(request_id="r", sampling={"max_tokens": 8, "n": 3})
+    await stack.until(lambda: len(stack.scheduler.live) == 3)
+    stack.scheduler.step(2)
+    await call.read()
+    [connection] = stack.scheduler.connections
+    handles = list(connection.live)
+    connection.live.clear()
+    connection.outbox.put_nowait(scheduler_pb2.SchedulerMessage(moved=handles))
+    assert (await error_of(call)).reason == "RESUMED_ELSEWHERE"
+    assert not stack.scheduler.cancellations
+
+
+async def error_of(call):
+    with pytest.raises(grpc.aio.AioRpcError) as caught:
+        await Stack.rest(call)
+    return from_rpc_error(caught.value)
