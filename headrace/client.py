@@ -5,8 +5,9 @@
             print(delta.text, end="")
 
 Refusals and failures are `ServiceError`: a canonical code, a stable reason, a message that says
-what to do. Leaving a stream early, by `break` with `aclosing`, by an exception or by cancelling
-the task, cancels the request on the server.
+what to do. A stream whose connection or router is lost goes on by itself, without a gap, as
+`ResumePolicy` says. Leaving a stream early, by `break` with `aclosing`, by an exception or by
+cancelling the task, ends the request on the server.
 """
 
 import asyncio
@@ -14,19 +15,21 @@ import contextlib
 import time
 import uuid
 from collections import defaultdict
-from collections.abc import AsyncGenerator, AsyncIterator, Iterator, Sequence
+from collections.abc import AsyncGenerator, AsyncIterator, Sequence
 from contextlib import nullcontext
+from functools import partial
 from typing import Any, Self
 
-import grpc
-import grpc.aio
 from opentelemetry.trace import SpanKind
 
 from headrace import messages
+from headrace.connections import Routers, UnreachableError
 from headrace.messages import Prompt
+from headrace.resuming import Received, ResumePolicy
 from headrace.service import telemetry
-from headrace.service.channels import ChannelConfig, connect_failure, open_channel
-from headrace.service.errors import ServiceError, from_rpc_error
+from headrace.service.channels import ChannelConfig
+from headrace.service.errors import ServiceError
+from headrace.stream import SERVICE, RequestStream, Tell
 from headrace.types import (
     AbortOutcome,
     ChatMessage,
@@ -40,29 +43,47 @@ from headrace.types import (
     StatusRecord,
     TokenLogprobs,
 )
-from headrace.v1 import inference_pb2, inference_pb2_grpc
+from headrace.v1 import inference_pb2
 
-__all__ = ["ChannelConfig", "ChatMessage", "HeadraceClient", "Prompt", "Sampling", "ServiceError"]
+__all__ = [
+    "ChannelConfig",
+    "ChatMessage",
+    "HeadraceClient",
+    "Prompt",
+    "ResumePolicy",
+    "Sampling",
+    "ServiceError",
+]
 
-_SERVICE = "headrace.v1.Inference"
 _CALL_TIMEOUT_S = 15.0
+_END_TIMEOUT_S = 2.0
 
 
 class HeadraceClient:
-    """Calls one router, or any of several behind one address. Owns its channel.
+    """Calls one of several routers, and another one when that one fails. Owns its channels.
 
     Use a client in `async with`, in one event loop; tasks of that loop can share it.
     """
 
-    def __init__(self, target: str, config: ChannelConfig | None = None) -> None:
+    def __init__(
+        self,
+        target: str,
+        config: ChannelConfig | None = None,
+        *,
+        resume: ResumePolicy | None = None,
+        tell: Tell = lambda _: None,
+    ) -> None:
         """
         Args:
-            target: "host:port" or "unix:PATH".
+            target: "host:port" or "unix:PATH"; several are separated by commas.
             config: TLS, token and message size; None: plain text without a token.
+            resume: when a stream goes on after its connection is lost; None: for up to a minute.
+            tell: called with a line for a person when a connection is lost, and when a stream is
+                resumed.
         """
-        self._target = target
-        self._channel = open_channel(target, config)
-        self._stub: Any = inference_pb2_grpc.InferenceStub(self._channel)
+        self._routers = Routers(target, config)
+        self._policy = resume or ResumePolicy()
+        self._tell = tell
 
     async def __aenter__(self) -> Self:
         return self
@@ -71,8 +92,8 @@ class HeadraceClient:
         await self.aclose()
 
     async def aclose(self) -> None:
-        """Closes the channel; calls in progress are cancelled."""
-        await self._channel.close()
+        """Closes the channels; calls in progress are cancelled."""
+        await self._routers.aclose()
 
     def generate(
         self,
@@ -88,6 +109,8 @@ class HeadraceClient:
         include_stop_str_in_output: bool = False,
         echo: bool = False,
         keep_special_tokens: bool = False,
+        keep_on_disconnect: bool = False,
+        recover_always: bool = False,
     ) -> AsyncGenerator[Delta, None]:
         """Streams completions of a prompt.
 
@@ -104,13 +127,18 @@ class HeadraceClient:
             include_stop_str_in_output: keep a matched stop string in the text.
             echo: send the prompt's text before the output.
             keep_special_tokens: leave special tokens in the text.
+            keep_on_disconnect: leaving the stream early does not end the request, which can be
+                resumed for some time.
+            recover_always: when all that held the request is lost, the request is finished at
+                once, and not when it is resumed.
 
         Raises:
             ServiceError: refused, or failed on the way; reason UNREACHABLE: no server there.
         """
+        request_id = request_id or new_request_id()
         with messages.naming("request"):
             request = inference_pb2.GenerateRequest(
-                request_id=request_id or new_request_id(),
+                request_id=request_id,
                 model=model,
                 sampling=messages.sampling_params(sampling or Sampling()),
                 priority=priority,
@@ -119,17 +147,39 @@ class HeadraceClient:
                 include_stop_str_in_output=include_stop_str_in_output,
                 echo=echo,
                 keep_special_tokens=keep_special_tokens,
+                # A lost connection must not end what is to be resumed.
+                keep_on_disconnect=keep_on_disconnect or self._policy.timeout_s > 0,
             )
+            if recover_always:
+                request.recover = request.RECOVER_ALWAYS
         with messages.naming("prompt"):
             messages.set_prompt(request, prompt)
         if deadline_s is not None:
             request.deadline.FromNanoseconds(time.time_ns() + int(deadline_s * 1e9))
-        return self._stream("Generate", request)
+        is_to_end = request.keep_on_disconnect and not keep_on_disconnect
+        stream = RequestStream(
+            self._routers,
+            self._policy,
+            self._tell,
+            Received(num_completions=request.sampling.n or 1),
+            request_id=request_id,
+            generate=request,
+            abort=partial(self._end, request_id) if is_to_end else None,
+        )
+        return stream.deltas()
 
     def resume(self, request_id: str, from_token: int = 0) -> AsyncGenerator[Delta, None]:
-        """Goes on streaming a live or finished request, from the given generated token."""
-        request = inference_pb2.ResumeRequest(request_id=request_id, from_token=from_token)
-        return self._stream("Resume", request)
+        """Goes on streaming a live or finished request, from the given generated token.
+
+        Leaving the stream early does not end the request, unless the request was begun so.
+        """
+        with messages.naming("from_token"):
+            messages.resume_request(request_id, from_token, [from_token])
+        received = Received(from_token=from_token)
+        stream = RequestStream(
+            self._routers, self._policy, self._tell, received, request_id=request_id
+        )
+        return stream.deltas()
 
     async def complete(self, prompt: Prompt, **options: Any) -> Completion:
         """The whole answer at once; options as `generate` takes them."""
@@ -168,52 +218,31 @@ class HeadraceClient:
 
     async def _call(self, method: str, request: Any) -> Any:
         """One unary call, with errors mapped; part of the caller's trace if there is one."""
-        name = f"{_SERVICE}/{method}"
+        name = f"{SERVICE}/{method}"
         is_traced = bool(telemetry.current_traceparent())
         spanned = telemetry.start_span(name, kind=SpanKind.CLIENT) if is_traced else nullcontext()
-        with spanned, self._errors():
-            return await getattr(self._stub, method)(
-                request, timeout=_CALL_TIMEOUT_S, metadata=telemetry.outgoing_metadata()
-            )
+        with spanned:
+            for _ in range(len(self._routers) - 1):
+                with contextlib.suppress(UnreachableError):
+                    return await self._try(method, request)
+            return await self._try(method, request)
 
-    async def _stream(self, method: str, request: Any) -> AsyncGenerator[Delta, None]:
-        """One streaming call, traced, with errors mapped; cancelled when the consumer stops."""
-        # Not made current: a generator shares its consumer's context between two yields.
-        span = telemetry.begin_span(f"{_SERVICE}/{method}", kind=SpanKind.CLIENT)
-        call = getattr(self._stub, method)(request, metadata=telemetry.outgoing_metadata(span))
+    async def _try(self, method: str, request: Any) -> Any:
+        router = self._routers.current
         try:
-            with self._errors():
-                async for response in call:
-                    for delta in messages.to_deltas(response):
-                        yield delta
-        except BaseException as error:
-            telemetry.note_error(span, error)
+            with router.errors():
+                return await getattr(router.stub, method)(
+                    request, timeout=_CALL_TIMEOUT_S, metadata=telemetry.outgoing_metadata()
+                )
+        except UnreachableError:
+            self._routers.leave(router)
             raise
-        finally:
-            # Leaving `async for` does not end the call, not even when it is garbage.
-            call.cancel()
-            span.end()
 
-    @contextlib.contextmanager
-    def _errors(self) -> Iterator[None]:
-        """Turns what gRPC raises into ServiceError."""
-        try:
-            yield
-        except grpc.aio.AioRpcError as error:
-            mapped = from_rpc_error(error)
-            if mapped.reason == grpc.StatusCode.UNAVAILABLE.name:
-                # Without a reason of Headrace, no service of Headrace has answered.
-                why = connect_failure(mapped.message)
-                text = f"cannot reach a Headrace router at {self._target}: {why}"
-                mapped = ServiceError(grpc.StatusCode.UNAVAILABLE, "UNREACHABLE", text)
-            raise mapped from error
-        except asyncio.CancelledError:
-            # grpc.aio raises this also when the server ends a call as CANCELLED.
-            task = asyncio.current_task()
-            if task is not None and task.cancelling():
-                raise
-            text = "the call was cancelled by the server or on the way"
-            raise ServiceError(grpc.StatusCode.CANCELLED, "CANCELLED", text) from None
+    async def _end(self, request_id: str) -> None:
+        """Aborts a request whose consumer has left."""
+        with contextlib.suppress(ServiceError, TimeoutError):
+            async with asyncio.timeout(_END_TIMEOUT_S):
+                await self.abort([request_id])
 
 
 def new_request_id() -> str:
@@ -225,17 +254,20 @@ async def gather(deltas: AsyncIterator[Delta]) -> Completion:
     """Puts the deltas of one request together."""
     by_index: dict[int, list[Delta]] = defaultdict(list)
     request_id, usage = "", None
+    num_resumes = 0
     prompt_logprobs: tuple[TokenLogprobs, ...] = ()
     async for delta in deltas:
         by_index[delta.index].append(delta)
         request_id = delta.request_id
         usage = delta.usage or usage
+        num_resumes = delta.num_resumes
         prompt_logprobs = delta.prompt_logprobs or prompt_logprobs
     return Completion(
         request_id=request_id,
         outputs=tuple(_output(by_index[index]) for index in sorted(by_index)),
         usage=usage,
         prompt_logprobs=prompt_logprobs,
+        num_resumes=num_resumes,
     )
 
 

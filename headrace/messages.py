@@ -54,6 +54,21 @@ def sampling_params(sampling: Sampling) -> common_pb2.SamplingParams:
     return params
 
 
+def resume_request(
+    request_id: str, from_token: int, positions: Sequence[int]
+) -> inference_pb2.ResumeRequest:
+    """Asks for the tokens from positions[index] on of each completion.
+
+    from_token is for completions of which nothing has come.
+    """
+    with naming("from_token"):
+        if len(positions) == 1:
+            return inference_pb2.ResumeRequest(request_id=request_id, from_token=positions[0])
+        return inference_pb2.ResumeRequest(
+            request_id=request_id, from_token=from_token, from_token_by_index=positions
+        )
+
+
 @contextlib.contextmanager
 def naming(field: str) -> Iterator[None]:
     """What the wire cannot carry (a negative count, half a character) is the field's fault."""

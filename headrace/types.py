@@ -86,7 +86,8 @@ class Delta:
     index says which of the n completions. text is whole characters and may lag behind token_ids;
     first_token_position is where token_ids[0] stands among the generated ones. finish_reason is
     set in a completion's last delta, usage in the last delta of all, prompt_logprobs (one per
-    prompt token but the first) in the first.
+    prompt token but the first) in the first. num_resumes is how often the stream was resumed by
+    then.
     """
 
     request_id: str
@@ -100,6 +101,7 @@ class Delta:
     matched_stop: str | int | None = None
     usage: Usage | None = None
     prompt_logprobs: tuple[TokenLogprobs, ...] = ()
+    num_resumes: int = 0
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -115,12 +117,16 @@ class Output:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Completion:
-    """A whole answer: one output for each of the n completions."""
+    """A whole answer: one output for each of the n completions.
+
+    num_resumes is how often the connection was lost and the stream resumed.
+    """
 
     request_id: str
     outputs: tuple[Output, ...]
     usage: Usage | None
     prompt_logprobs: tuple[TokenLogprobs, ...] = ()
+    num_resumes: int = 0
 
     @property
     def text(self) -> str:

@@ -13,6 +13,7 @@ from headrace.cli.options import (
     make_sampling,
     open_client,
     request_options,
+    resume_option,
     sampling_options,
     take_request_options,
 )
@@ -28,6 +29,7 @@ if TYPE_CHECKING:
 @click.option("--figures", is_flag=True, help="Print latency and throughput after each answer.")
 @request_options
 @sampling_options
+@resume_option
 @connection_options
 def chat(message: str | None, system: str, figures: bool, **arguments: Any) -> None:
     """Talk to a model; the conversation is kept until you leave.

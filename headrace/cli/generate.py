@@ -15,6 +15,7 @@ from headrace.cli.options import (
     open_client,
     print_json,
     request_options,
+    resume_option,
     sampling_options,
     take_request_options,
 )
@@ -42,13 +43,14 @@ if TYPE_CHECKING:
 @json_option
 @request_options
 @sampling_options
+@resume_option
 @connection_options
 def generate(prompt: str | None, **arguments: Any) -> None:
     """Complete PROMPT and stream the text to stdout.
 
     PROMPT is used as it is; instruct models want --chat. With - (or no PROMPT in a pipe) the
     prompt is read from stdin, without a newline at its end. Ctrl-C or a closed pipe ends the
-    request on the server too.
+    request on the server too. When the connection is lost, the answer goes on by itself.
 
     \b
     Examples:

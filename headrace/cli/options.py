@@ -24,7 +24,7 @@ _CONNECTION = (
         show_default=True,
         show_envvar=True,
         metavar="HOST:PORT",
-        help="The router to talk to.",
+        help="The router to talk to; several, separated by commas: the first that answers.",
     ),
     click.option("--tls", is_flag=True, help="Use TLS, trusting the system's authorities."),
     click.option(
@@ -130,6 +130,13 @@ def _all(options: tuple[Callable[[Any], Any], ...]) -> Callable[[Command], Comma
 connection_options = _all(_CONNECTION)
 sampling_options = _all(_SAMPLING)
 request_options = _all(_REQUEST)
+resume_option = click.option(
+    "--resume-timeout-s",
+    type=click.FloatRange(min=0),
+    default=60.0,
+    show_default=True,
+    help="Time to go on with an answer whose connection is lost; 0: a lost connection ends it.",
+)
 json_option = click.option("--json", "as_json", is_flag=True, help="Print JSON, for programs.")
 
 CONNECTION_NAMES = (
@@ -155,20 +162,23 @@ def open_client(arguments: dict[str, Any]) -> "HeadraceClient":
 
     To be used inside the event loop.
     """
-    from headrace.client import ChannelConfig, HeadraceClient
+    from headrace.cli.printing import note
+    from headrace.client import ChannelConfig, HeadraceClient, ResumePolicy
 
     taken = {name: arguments.pop(name) for name in CONNECTION_NAMES}
     server = str(taken.pop("server"))
-    _check_address(server)
-    return HeadraceClient(server, ChannelConfig(**taken))
+    for address in server.split(","):
+        _check_address(address.strip())
+    policy = ResumePolicy(timeout_s=arguments.pop("resume_timeout_s", 0.0))
+    return HeadraceClient(server, ChannelConfig(**taken), resume=policy, tell=note)
 
 
-def _check_address(server: str) -> None:
+def _check_address(address: str) -> None:
     """Only what gRPC would take silently for something else."""
-    port = server.rpartition(":")[2]
-    if ":" not in server:
-        wrong = f"{server!r} has no port"
-    elif not server.startswith("unix:") and not (port.isdecimal() and 0 < int(port) < 65536):
+    port = address.rpartition(":")[2]
+    if ":" not in address:
+        wrong = f"{address!r} has no port"
+    elif not address.startswith("unix:") and not (port.isdecimal() and 0 < int(port) < 65536):
         wrong = f"{port!r} is not a port"
     else:
         return

@@ -27,6 +27,13 @@ def write(text: str) -> None:
     sys.stdout.flush()
 
 
+def note(text: str) -> None:
+    """A line on stderr, dim on a terminal, where it is apart from the answer."""
+    is_beside_answer = sys.stderr.isatty() and sys.stdout.isatty()
+    before = "\n" if is_beside_answer else ""
+    click.echo(before + click.style(f"({text})", dim=True), err=True)
+
+
 async def print_stream(
     deltas: AsyncIterator[Delta], stopwatch: Stopwatch, answer: list[str]
 ) -> None:

@@ -93,3 +93,8 @@ def open_channel(target: str, config: ChannelConfig | None = None) -> grpc.aio.C
 def connect_failure(details: str) -> str:
     """The cause in gRPC's message about a failed connection, without the address."""
     return _CONNECT_NOISE.sub("", details)
+
+
+def has_never_connected(details: str) -> bool:
+    """Whether gRPC's message says that there was no connection, so that nothing was sent."""
+    return details.startswith(("failed to connect to all addresses", "DNS resolution failed"))

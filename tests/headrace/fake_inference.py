@@ -1,113 +1,258 @@
 """A router without a model behind it: real gRPC, scripted answers.
 
 What it does is in the prompt: "hang" streams one delta and waits, "flood" streams until the client
-leaves, "refuse" and "full" are errors; anything else is echoed word by word. Run as a program it
-prints its address.
+leaves, "gate" waits until the test opens the gate, "refuse" and "full" are errors; anything else is
+echoed word by word, one token each. Several fakes can share their requests, as routers do through
+the store. Run as a program it prints its address.
 """
 
 import asyncio
 import os
 import sys
 
-from headrace.service.errors import exhausted, invalid, not_found, unimplemented
+from headrace.service.errors import (
+    ServiceError,
+    aborted,
+    exhausted,
+    invalid,
+    not_found,
+    unimplemented,
+)
 from headrace.service.serving import GrpcServer, ServingConfig
 from headrace.v1 import common_pb2, inference_pb2, inference_pb2_grpc
+from tests.headrace.waiting import until
 
 MODEL = "fake"
+# A flood goes on when its reader has read so far.
+MAX_UNREAD = 100
+
+
+class LiveRequest:
+    """A request and all its answers, which a task adds while nobody or somebody reads."""
+
+    def __init__(self, request):
+        self.request = request
+        self.responses = []
+        self.num_read = 0
+        self.state = "RUNNING"
+        self.error = None
+        self.num_readers = 0
+        self.changed = asyncio.Condition()
+        self.task = None
+
+    async def change(self, **changes):
+        async with self.changed:
+            for name, value in changes.items():
+                setattr(self, name, value)
+            self.changed.notify_all()
+
+    async def run(self, answer):
+        try:
+            async for response in answer:
+                self.responses.append(response)
+                await self.change()
+                async with self.changed:
+                    await self.changed.wait_for(
+                        lambda: len(self.responses) - self.num_read < MAX_UNREAD
+                    )
+            await self.change(state="STOPPED")
+        except ServiceError as error:
+            await self.change(state="REJECTED", error=error)
+        except asyncio.CancelledError:
+            await asyncio.shield(self.change(state="ABORTED"))
+
+    async def abort(self):
+        self.task.cancel()
+        await self.task
+
+    async def read(self, positions):
+        """The answers from the given positions on, then the error if there is one."""
+        num_seen = 0
+        while True:
+            async with self.changed:
+                while num_seen == len(self.responses) and self.state == "RUNNING":
+                    await self.changed.wait()
+            while num_seen < len(self.responses):
+                response = self.responses[num_seen]
+                num_seen += 1
+                if (wanted := _from(response, positions)) is not None:
+                    yield wanted
+                await self.change(num_read=max(self.num_read, num_seen))
+            if self.state != "RUNNING" and num_seen == len(self.responses):
+                break
+        if self.error is not None:
+            raise self.error
+        if self.state == "ABORTED":
+            raise aborted("ABORTED", "the request was aborted")
+
+
+def _from(response, positions):
+    """The outputs of a response that are not before the positions."""
+    wanted = [
+        output
+        for output in response.outputs
+        if output.first_token_position >= positions[min(output.index, len(positions) - 1)]
+    ]
+    if not wanted:
+        return None
+    copy = inference_pb2.GenerateResponse()
+    copy.CopyFrom(response)
+    del copy.outputs[:]
+    copy.outputs.extend(wanted)
+    return copy
+
+
+def _checked_prompt(request):
+    if request.WhichOneof("prompt") == "token_ids":
+        raise invalid("token_ids", "this fake reads text")
+    prompt = request.text or request.chat.messages[-1].content
+    if "FAKE_NO_CHAT_TEMPLATE" in os.environ and not request.text:
+        raise invalid("chat", "this model has no chat template; send `text` instead")
+    if "refuse" in prompt:
+        raise invalid("sampling.temperature", "must be >= 0, is -1")
+    if "full" in prompt:
+        raise exhausted("QUEUE_FULL", "the queue is full; try again", retry_after_s=2.0)
+    return prompt
 
 
 class FakeInference(inference_pb2_grpc.InferenceServicer):
-    """Keeps the requests it saw and the state of each."""
+    """Keeps the calls it saw; live has the requests by id, which other fakes may share."""
 
-    def __init__(self) -> None:
+    def __init__(self, live=None) -> None:
         self.requests: list[inference_pb2.GenerateRequest] = []
-        self.state_by_id: dict[str, str] = {}
+        self.resumed: list[inference_pb2.ResumeRequest] = []
+        self.aborted: list[str] = []
+        self.live: dict[str, LiveRequest] = {} if live is None else live
         self.metadata: list[dict[str, str]] = []
-        self.changed = asyncio.Condition()
+        self.gate = asyncio.Event()
+        # Raised by the next calls, one each.
+        self.errors: list[ServiceError] = []
+        # A resumed stream begins so many tokens too late.
+        self.resume_shift = 0
+        self.orphan_ttl_s = float(os.environ.get("FAKE_ORPHAN_TTL_S", "60"))
 
     def _live_ids_of(self, tenant: str) -> list[str]:
-        ids = [request.request_id for request in self.requests if request.tenant == tenant]
-        return [request_id for request_id in ids if self.state_by_id[request_id] == "RUNNING"]
+        return [
+            request_id
+            for request_id, live in self.live.items()
+            if live.request.tenant == tenant and live.state == "RUNNING"
+        ]
 
     async def wait_for_state(self, request_id: str, state: str) -> None:
-        async with self.changed, asyncio.timeout(60):
-            await self.changed.wait_for(lambda: self.state_by_id.get(request_id) == state)
-
-    async def _set(self, request_id: str, state: str) -> None:
-        async with self.changed:
-            self.state_by_id[request_id] = state
-            self.changed.notify_all()
+        await until(lambda: request_id in self.live and self.live[request_id].state == state)
 
     async def Generate(self, request, context):
         self.requests.append(request)
         self.metadata.append(dict(context.invocation_metadata()))
+        if self.errors:
+            raise self.errors.pop(0)
         if request.model not in {"", MODEL}:
             raise not_found("UNKNOWN_MODEL", f"no model {request.model!r}; served: {MODEL}")
-        await self._set(request.request_id, "RUNNING")
-        state = "ABORTED"
+        live = self.live.get(request.request_id)
+        if live is None or live.request != request:
+            live = self.live[request.request_id] = LiveRequest(request)
+            live.task = asyncio.create_task(live.run(self._answer(request)))
+        async for response in self._read(live, [0]):
+            yield response
+
+    async def Resume(self, request, context):
+        self.resumed.append(request)
+        if self.errors:
+            raise self.errors.pop(0)
+        if (live := self.live.get(request.request_id)) is None:
+            raise not_found("UNKNOWN_REQUEST", f"nothing is known of {request.request_id}")
+        positions = list(request.from_token_by_index) or [request.from_token]
+        async for response in self._read(live, [p + self.resume_shift for p in positions]):
+            yield response
+
+    async def _read(self, live, positions):
+        live.num_readers += 1
+        is_over = False
         try:
-            async for response in self._answer(request):
+            async for response in live.read(positions):
                 yield response
-            state = "STOPPED"
+            is_over = True
+        except ServiceError:
+            is_over = True
+            raise
         finally:
-            await asyncio.shield(self._set(request.request_id, state))
+            live.num_readers -= 1
+            if not is_over and not live.request.keep_on_disconnect:
+                await asyncio.shield(live.abort())
+            elif not is_over:
+                live.orphaned = asyncio.create_task(self._end_orphan(live))
+
+    async def _end_orphan(self, live):
+        await asyncio.sleep(self.orphan_ttl_s)
+        if not live.num_readers:
+            await live.abort()
 
     async def _answer(self, request):
-        prompt = request.text or request.chat.messages[-1].content
-        if "FAKE_NO_CHAT_TEMPLATE" in os.environ and not request.text:
-            raise invalid("chat", "this model has no chat template; send `text` instead")
-        if "refuse" in prompt:
-            raise invalid("sampling.temperature", "must be >= 0, is -1")
-        if "full" in prompt:
-            raise exhausted("QUEUE_FULL", "the queue is full; try again", retry_after_s=2.0)
+        prompt = _checked_prompt(request)
         words = prompt.split(" ")
+        completions = range(request.sampling.n or 1)
+        if request.echo:
+            yield self._response(request, inference_pb2.OutputDelta(text="> "))
         for i, word in enumerate(words):
             text = word if i == len(words) - 1 else word + " "
-            output = inference_pb2.OutputDelta(text=text, token_ids=[i], first_token_position=i)
-            if request.sampling.HasField("logprobs"):
-                output.logprobs.add(
-                    token_id=i, logprob=-0.5, rank=1, top_token_ids=[i, 9], top_logprobs=[-0.5, -2]
-                )
-            yield self._response(request, output)
+            for index in completions:
+                yield self._response(request, self._output(request, index, i, text))
+                if word == "gate" and index == 0:
+                    await self.gate.wait()
             if word == "hang":
                 await asyncio.Event().wait()
             while word == "flood":
                 yield self._response(request, inference_pb2.OutputDelta(text="water " * 100))
-        last = inference_pb2.OutputDelta(
-            first_token_position=len(words), finish_reason=common_pb2.FINISH_REASON_STOP, stop="END"
+        for index in completions:
+            last = inference_pb2.OutputDelta(
+                index=index,
+                first_token_position=len(words),
+                finish_reason=common_pb2.FINISH_REASON_STOP,
+                stop="END",
+            )
+            response = self._response(request, last)
+            if index == completions[-1]:
+                response.usage.prompt_tokens = 7
+                response.usage.completion_tokens = len(words)
+                response.usage.cached_tokens = 3
+                response.usage.draft_tokens = 5
+                response.usage.accepted_draft_tokens = 4
+            yield response
+
+    @staticmethod
+    def _output(request, index, i, text):
+        output = inference_pb2.OutputDelta(
+            index=index, text=text, token_ids=[i], first_token_position=i
         )
-        response = self._response(request, last)
-        response.usage.prompt_tokens = 7
-        response.usage.completion_tokens = len(words)
-        response.usage.cached_tokens = 3
-        response.usage.draft_tokens = 5
-        response.usage.accepted_draft_tokens = 4
-        yield response
+        if request.sampling.HasField("logprobs"):
+            output.logprobs.add(
+                token_id=i, logprob=-0.5, rank=1, top_token_ids=[i, 9], top_logprobs=[-0.5, -2]
+            )
+        return output
 
     @staticmethod
     def _response(request, output):
         return inference_pb2.GenerateResponse(request_id=request.request_id, outputs=[output])
 
-    async def Resume(self, request, context):
-        output = inference_pb2.OutputDelta(text="again", first_token_position=request.from_token)
-        yield inference_pb2.GenerateResponse(request_id=request.request_id, outputs=[output])
-
     async def Abort(self, request, context):
         response = inference_pb2.AbortResponse()
         for request_id in request.request_ids or self._live_ids_of(request.tenant):
-            state = self.state_by_id.get(request_id)
-            result = "ABORTED" if state == "RUNNING" else "ALREADY_FINISHED"
-            result = result if state else "NOT_FOUND"
+            self.aborted.append(request_id)
+            live = self.live.get(request_id)
+            result = "NOT_FOUND" if live is None else "ALREADY_FINISHED"
+            if live is not None and live.state == "RUNNING":
+                await live.abort()
+                result = "ABORTED"
             value = inference_pb2.AbortOutcome.Result.Value(f"RESULT_{result}")
             response.outcomes.add(request_id=request_id, result=value)
         return response
 
     async def GetStatus(self, request, context):
-        if request.request_id not in self.state_by_id:
+        if request.request_id not in self.live:
             raise not_found("UNKNOWN_REQUEST", f"nothing is known of {request.request_id}")
         response = inference_pb2.GetStatusResponse(
             request_id=request.request_id,
-            state=self.state_by_id[request.request_id],
+            state=self.live[request.request_id].state,
             epoch=1,
             model=MODEL,
             prompt_tokens=7,
@@ -163,9 +308,11 @@ class FakeInference(inference_pb2_grpc.InferenceServicer):
         return response
 
 
-async def start(config: ServingConfig | None = None) -> tuple[FakeInference, GrpcServer, str]:
+async def start(
+    config: ServingConfig | None = None, live: dict[str, LiveRequest] | None = None
+) -> tuple[FakeInference, GrpcServer, str]:
     """A serving fake; the caller stops the server."""
-    servicer = FakeInference()
+    servicer = FakeInference(live)
     server = GrpcServer(config or ServingConfig(), ["headrace.v1.Inference"])
     inference_pb2_grpc.add_InferenceServicer_to_server(servicer, server.server)
     address = await server.start()

@@ -1,5 +1,6 @@
 """A scripted router in a process of its own, and two ways to use the command."""
 
+import os
 import subprocess
 import sys
 
@@ -17,6 +18,7 @@ def server():
         stdin=subprocess.PIPE,
         stdout=subprocess.PIPE,
         text=True,
+        env=os.environ | {"FAKE_ORPHAN_TTL_S": "0.5"},
     )
     yield process.stdout.readline().strip()
     process.stdin.close()

@@ -1,12 +1,20 @@
 """`headrace generate` in a process and as a process."""
 
+import asyncio
 import json
+import os
+import pty
+import re
 import signal
 import subprocess
 import sys
 import time
 
 import pytest
+
+from tests.headrace import fake_inference
+from tests.headrace.tcp_proxy import TcpProxy
+from tests.headrace.waiting import until
 
 
 def test_prints_the_answer_and_a_newline(headrace):
@@ -43,7 +51,7 @@ def test_figures_go_to_stderr_so_that_pipes_stay_clean(headrace):
 
 
 def test_several_completions_are_told_apart(headrace):
-    assert headrace("generate", "a b", "-n", "2").stdout == "--- 1\na b\n"
+    assert headrace("generate", "a b", "-n", "2").stdout == "--- 1\na b\n--- 2\na b\n"
 
 
 def test_a_system_message_means_chat(headrace):
@@ -157,7 +165,10 @@ def test_a_server_that_dies_midway_is_unreachable_and_keeps_what_came():
     )
     address = server.stdout.readline().strip()
     client = subprocess.Popen(
-        [sys.executable, "-m", "headrace", "generate", "last words hang", "--server", address],
+        [
+            *(sys.executable, "-m", "headrace", "generate", "last words hang"),
+            *("--server", address, "--resume-timeout-s", "0.5"),
+        ],
         stdout=subprocess.PIPE,
         stderr=subprocess.PIPE,
     )
@@ -169,3 +180,61 @@ def test_a_server_that_dies_midway_is_unreachable_and_keeps_what_came():
     _, errors = client.communicate(timeout=20)
     assert client.returncode == 3
     assert b"Traceback" not in errors
+    assert b"the connection was lost after 3 tokens, and the request did not go on" in errors
+
+
+@pytest.fixture
+async def router():
+    """A fake router in this process, behind a proxy that can cut."""
+    router, server, address = await fake_inference.start()
+    async with TcpProxy(address) as proxy:
+        router.proxy = proxy
+        yield router
+    await server.stop(0)
+
+
+async def cut_at_the_gate(router, arguments, **options):
+    """Runs the command, cuts its connection in mid-answer; what came on stdout and stderr."""
+    process = await asyncio.create_subprocess_exec(
+        *(sys.executable, "-m", "headrace", *arguments, "--server", router.proxy.address), **options
+    )
+    await until(lambda: any(live.num_read >= 3 for live in router.live.values()))
+    await router.proxy.cut()
+    await until(lambda: router.resumed)
+    router.gate.set()
+    return process
+
+
+@pytest.mark.system
+@pytest.mark.parametrize("arguments", [["generate"], ["chat"]])
+async def test_a_lost_connection_leaves_no_gap_in_the_text_and_is_said(router, arguments):
+    pipes = dict.fromkeys(("stdin", "stdout", "stderr"), asyncio.subprocess.PIPE)
+    process = await cut_at_the_gate(router, [*arguments, "one two gate three four"], **pipes)
+    output, errors = await process.communicate(b"")
+    assert (process.returncode, output) == (0, b"one two gate three four\n")
+    lost, back = errors.decode().splitlines()
+    assert lost == f"(lost the connection to {router.proxy.address} (UNREACHABLE), resuming)"
+    assert back.startswith("(resumed after ")
+
+
+@pytest.mark.system
+async def test_on_a_terminal_the_notes_are_dim_and_apart_from_the_answer(router):
+    main, terminal = pty.openpty()
+    process = await cut_at_the_gate(
+        router, ["generate", "one two gate three"], stdout=terminal, stderr=terminal
+    )
+    os.close(terminal)
+    await process.wait()
+    seen = os.read(main, 65536).decode()
+    os.close(main)
+    dim = r"\n\x1b\[2m\((.*)\)\x1b\[0m\n"
+    before, lost, nothing, back, after = re.split(dim, seen.replace("\r\n", "\n"))
+    assert (before, nothing, after) == ("one two gate ", "", "three\n")
+    assert lost.startswith("lost the connection")
+    assert back.startswith("resumed after")
+
+
+async def test_a_second_router_of_the_list_takes_over(router, headrace, unused_tcp_port):
+    servers = f"127.0.0.1:{unused_tcp_port},{router.proxy.address}"
+    result = await asyncio.to_thread(headrace, "generate", "hi", "--server", servers)
+    assert (result.stdout, result.stderr) == ("hi\n", "")

@@ -1,0 +1,112 @@
+"""The routers that a client may talk to, and what their failures are called."""
+
+import asyncio
+import contextlib
+from collections.abc import Iterator
+from typing import Any
+
+import grpc
+import grpc.aio
+
+from headrace.service.channels import (
+    ChannelConfig,
+    connect_failure,
+    has_never_connected,
+    open_channel,
+)
+from headrace.service.errors import ServiceError, from_rpc_error
+from headrace.v1 import inference_pb2_grpc
+
+UNREACHABLE = "UNREACHABLE"
+CANCELLED = "CANCELLED"
+
+
+class Router:
+    """One router's address, with a channel that is opened at first use."""
+
+    def __init__(self, address: str, config: ChannelConfig | None) -> None:
+        self.address = address
+        self._config = config
+        self._channel: grpc.aio.Channel | None = None
+        self._stub: Any = None
+
+    @property
+    def stub(self) -> Any:
+        """What calls are made with."""
+        if self._channel is None:
+            self._channel = open_channel(self.address, self._config)
+            self._stub = inference_pb2_grpc.InferenceStub(self._channel)
+        return self._stub
+
+    async def aclose(self) -> None:
+        """Closes the channel; calls in progress are cancelled."""
+        if self._channel is not None:
+            await self._channel.close()
+
+    @contextlib.contextmanager
+    def errors(self) -> Iterator[None]:
+        """Turns what gRPC raises into ServiceError; UNREACHABLE where no router has answered."""
+        try:
+            yield
+        except grpc.aio.AioRpcError as error:
+            mapped = from_rpc_error(error)
+            raise self._unreachable(mapped) if _is_of_the_way(mapped) else mapped from error
+        except asyncio.CancelledError:
+            # grpc.aio raises this also when the server ends a call as CANCELLED.
+            task = asyncio.current_task()
+            if task is not None and task.cancelling():
+                raise
+            text = "the call was cancelled by the server or on the way"
+            raise ServiceError(grpc.StatusCode.CANCELLED, CANCELLED, text) from None
+
+    def _unreachable(self, error: ServiceError) -> "UnreachableError":
+        why = connect_failure(error.message)
+        text = f"cannot reach a Headrace router at {self.address}: {why}"
+        return UnreachableError(text, has_connected=not has_never_connected(error.message))
+
+
+class UnreachableError(ServiceError):
+    """The connection failed, at its start or in the middle of a call."""
+
+    def __init__(self, message: str, *, has_connected: bool) -> None:
+        """has_connected: the request may have arrived."""
+        super().__init__(grpc.StatusCode.UNAVAILABLE, UNREACHABLE, message)
+        self.has_connected = has_connected
+
+
+def _is_of_the_way(error: ServiceError) -> bool:
+    """Whether the status is gRPC's or a proxy's own: it has no reason of Headrace."""
+    if error.reason == grpc.StatusCode.UNAVAILABLE.name:
+        return True
+    # A service's own INTERNAL has the same reason, but not this text.
+    return error.code is grpc.StatusCode.INTERNAL and "RST_STREAM" in error.message
+
+
+class Routers:
+    """Several routers, of which one is used until it fails."""
+
+    def __init__(self, target: str, config: ChannelConfig | None) -> None:
+        """target: addresses, separated by commas."""
+        addresses = [address.strip() for address in target.split(",")]
+        self._routers = [Router(address, config) for address in addresses if address]
+        if not self._routers:
+            raise ValueError(f"target: must be HOST:PORT or unix:PATH, or several, is {target!r}")
+        self._current = 0
+
+    def __len__(self) -> int:
+        return len(self._routers)
+
+    @property
+    def current(self) -> Router:
+        """The router to call."""
+        return self._routers[self._current]
+
+    def leave(self, failed: Router) -> None:
+        """Uses the next router, unless another caller has left this one already."""
+        if self.current is failed:
+            self._current = (self._current + 1) % len(self._routers)
+
+    async def aclose(self) -> None:
+        """Closes all channels."""
+        for router in self._routers:
+            await router.aclose()

@@ -1,0 +1,155 @@
+"""One request's stream of deltas, over as many calls as it takes."""
+
+import asyncio
+import contextlib
+import time
+from collections.abc import AsyncGenerator, Awaitable, Callable
+from dataclasses import replace
+from typing import Any
+
+from opentelemetry.trace import SpanKind
+
+from headrace import messages
+from headrace.connections import Router, Routers, UnreachableError
+from headrace.resuming import Outage, Received, ResumePolicy
+from headrace.service import telemetry
+from headrace.service.errors import ServiceError
+from headrace.types import Delta
+
+Tell = Callable[[str], None]
+
+SERVICE = "headrace.v1.Inference"
+_CONNECT_TIMEOUT_S = 10.0
+
+
+class RequestStream:
+    """Calls Generate, or Resume from where the stream was, until the request has ended."""
+
+    def __init__(
+        self,
+        routers: Routers,
+        policy: ResumePolicy,
+        tell: Tell,
+        received: Received,
+        *,
+        request_id: str,
+        generate: Any = None,
+        abort: Callable[[], Awaitable[None]] | None = None,
+    ) -> None:
+        """
+        Args:
+            routers: where to call.
+            policy: when to go on after a loss.
+            tell: called with a line for a person at each loss and return.
+            received: where to begin.
+            request_id: the request.
+            generate: the GenerateRequest; None reads a request that exists.
+            abort: ends the request, when the consumer leaves before its end.
+        """
+        self._routers = routers
+        self._tell = tell
+        self._received = received
+        self._request_id = request_id
+        self._generate = generate
+        self._abort = abort
+        self._outage = Outage(policy, len(routers), is_sent=generate is None)
+        self._lost_at_s = 0.0
+        self._num_resumes = 0
+
+    async def deltas(self) -> AsyncGenerator[Delta, None]:
+        """What has not come before; ServiceError when the request failed or cannot go on."""
+        is_over = False
+        try:
+            while not is_over:
+                router, began_s = self._routers.current, time.monotonic()
+                try:
+                    async with contextlib.aclosing(self._call(router)) as deltas:
+                        async for delta in deltas:
+                            if (new := self._take(delta)) is not None:
+                                yield new
+                    is_over = True
+                except ServiceError as error:
+                    is_over = (wait_s := self._lost(error, router, began_s)) is None
+                    if wait_s is None:
+                        raise self._final(error) from error.__cause__
+                    await asyncio.sleep(wait_s)
+        finally:
+            # The consumer left: by `break`, by an exception, or cancelled.
+            if not is_over and self._abort is not None:
+                await self._abort()
+
+    async def _call(self, router: Router) -> AsyncGenerator[Delta, None]:
+        """One call, traced, with errors mapped; cancelled when the consumer stops."""
+        method, request = self._next_request()
+        # Not made current: a generator shares its consumer's context between two yields.
+        span = telemetry.begin_span(f"{SERVICE}/{method}", kind=SpanKind.CLIENT)
+        call = getattr(router.stub, method)(request, metadata=telemetry.outgoing_metadata(span))
+        try:
+            with router.errors():
+                await _connected(call)
+                async for response in call:
+                    for delta in messages.to_deltas(response):
+                        yield delta
+        except BaseException as error:
+            telemetry.note_error(span, error)
+            raise
+        finally:
+            # Leaving `async for` does not end the call, not even when it is garbage.
+            call.cancel()
+            span.end()
+
+    def _next_request(self) -> tuple[str, Any]:
+        """The method to call, and with what."""
+        # Generate with an id that lives attaches to the request, so it cannot begin twice.
+        if self._generate is not None and not self._received.has_any:
+            return "Generate", self._generate
+        received = self._received
+        return "Resume", messages.resume_request(
+            self._request_id, received.from_token, received.positions()
+        )
+
+    def _take(self, delta: Delta) -> Delta | None:
+        new = self._received.take(delta)
+        if new is None:
+            return None
+        if self._outage.num_failures:
+            self._outage.end()
+            self._num_resumes += 1
+            self._tell(f"resumed after {time.monotonic() - self._lost_at_s:.1f} s")
+        return replace(new, num_resumes=self._num_resumes) if self._num_resumes else new
+
+    def _lost(self, error: ServiceError, router: Router, began_s: float) -> float | None:
+        """For how long to wait before the next call; None: the error is final."""
+        now_s = time.monotonic()
+        wait_s = self._outage.wait_s(error, now_s - began_s)
+        if wait_s is None:
+            return None
+        if self._outage.num_failures == 1:
+            self._lost_at_s = now_s
+            self._tell(f"lost the connection to {router.address} ({error.reason}), resuming")
+        self._routers.leave(router)
+        self._received.rewind()
+        return wait_s
+
+    def _final(self, error: ServiceError) -> ServiceError:
+        """The error for the caller, who may have seen a part of the answer."""
+        if self._outage.num_failures == 0:
+            return error
+        return ServiceError(
+            error.code,
+            error.reason,
+            f"the connection was lost after {self._received.num_tokens} tokens, and the request "
+            f"did not go on: {error.message}",
+            field=error.field,
+            retry_after_s=error.retry_after_s,
+        )
+
+
+async def _connected(call: Any) -> None:
+    """Waits until the call's request is on its way."""
+    try:
+        async with asyncio.timeout(_CONNECT_TIMEOUT_S):
+            await call.wait_for_connection()
+    except TimeoutError:
+        text = f"no connection within {_CONNECT_TIMEOUT_S:g} s"
+        raise UnreachableError(text, has_connected=False) from None
