@@ -25,6 +25,7 @@ from scheduler.worker import (
     WorkerLostError,
     WorkerSpec,
     WorkerStream,
+    WorkerTakenError,
     WorkerUnavailableError,
 )
 
@@ -230,6 +231,8 @@ class Pool:
                 if (reason := str(error)) != last_reason:
                     logger.info("worker at %s is not ready: %s", worker.address, reason)
                     last_reason = reason
+                if isinstance(error, WorkerTakenError) and worker.info is not None:
+                    self._stranded.give_back(worker.info.model)
             await asyncio.sleep(retry_s)
             retry_s = min(2 * retry_s, _MAX_RETRY_S)
 

@@ -4,12 +4,14 @@ import asyncio
 from collections.abc import Callable
 from dataclasses import dataclass
 
+from headrace.vocabulary import RefusalReason
+from scheduler import takeover
 from scheduler.core.plan import Int32Array, RequestStatus
 from scheduler.engine import WorkerEngine
 from scheduler.intake import unscheduled_end
-from scheduler.requests import LiveRequest
+from scheduler.requests import NO_ROUTER, LiveRequest
 from scheduler.switchboard import Switchboard
-from scheduler.updates import RequestEnd
+from scheduler.updates import NotTaken, RequestEnd
 
 _CHECK_S = 0.1
 
@@ -57,6 +59,20 @@ class StrandedRequests:
             if (engine := self._find_engine(stranded.request)) is not None:
                 del self._requests[key]
                 engine.submit(stranded.request)
+
+    def give_back(self, model: str) -> None:
+        """Return requests of a model to their routers, unless an engine can serve them.
+
+        A request without a router stays: nobody else would end it.
+        """
+        for stranded in list(self._requests.values()):
+            request, submission = stranded.request, stranded.request.submission
+            if request.connection == NO_ROUTER or submission.model not in {"", model}:
+                continue
+            if self._find_engine(request) is None:
+                message = f"another scheduler drives the workers of model {model!r} now"
+                refusal = NotTaken(submission.handle, RefusalReason.WORKER_LOST, message)
+                takeover.give_back(self._switchboard, request, refusal)
 
     def cancel(self, request: LiveRequest, status: RequestStatus) -> None:
         """End a request."""

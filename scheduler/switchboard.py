@@ -26,6 +26,7 @@ from scheduler.updates import (
     NO_DRAFTS,
     NewAdmission,
     NewLogprobs,
+    NotTaken,
     RequestEnd,
     RouterUpdate,
 )
@@ -100,12 +101,18 @@ class Switchboard:
         """The live request of a router's handle, or None."""
         return self._by_handle[connection].get(handle)
 
-    def detach(self, request: LiveRequest) -> None:
-        """Take a request from its router, which is told that the request has moved."""
+    def detach(self, request: LiveRequest, refusal: NotTaken | None = None) -> None:
+        """Take a request from its router, which is told that the request has moved.
+
+        With a refusal the router is told that instead, and submits the request elsewhere.
+        """
         by_handle = self._by_handle.get(request.connection)
         if by_handle is not None:
-            del by_handle[request.submission.handle]
-            self.tell(request.connection, RouterUpdate(moved=(request.submission.handle,)))
+            handle = request.submission.handle
+            del by_handle[handle]
+            moved = RouterUpdate(moved=(handle,))
+            update = moved if refusal is None else RouterUpdate(refusals=(refusal,))
+            self.tell(request.connection, update)
         self.requests.route(request, NO_ROUTER, 0)
 
     def attach(self, request: LiveRequest, connection: int, submission: Submission) -> None:

@@ -138,3 +138,9 @@ def _tell_so_far(switchboard: Switchboard, request: LiveRequest, unread: Int32Ar
             admissions=admissions,
         ),
     )
+
+
+def give_back(switchboard: Switchboard, request: LiveRequest, refusal: NotTaken) -> None:
+    """Return a request that cannot go on here to its router, which submits it elsewhere."""
+    switchboard.detach(request, refusal)
+    _supersede(switchboard, request)
