@@ -161,7 +161,7 @@ class Lane:
 
 
 class _Slot:
-    """A slot of a lane, held until the job leaves it."""
+    """A job's slot in a lane; is_killed: the lane killed the job to make room for another job."""
 
     def __init__(self, slots: asyncio.Semaphore) -> None:
         self._slots = slots

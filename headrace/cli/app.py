@@ -1,6 +1,6 @@
-"""The `headrace` command: what there is, and how each command's end becomes an exit code.
+"""The `headrace` command: its subcommands, and the exit codes of interrupts and closed pipes.
 
-A command's module is imported when the command is used, so that help is there at once.
+A subcommand's module is imported when the subcommand is used, so that --help is quick.
 """
 
 import contextlib
@@ -18,10 +18,10 @@ from headrace.cli.exits import INTERRUPTED, PIPE_CLOSED
 if TYPE_CHECKING:
     from importlib.metadata import EntryPoint
 
-# gRPC's own log lines would stand between an answer's; errors come back as exceptions.
+# gRPC's own log lines would mix with an answer; errors are raised as exceptions anyway.
 os.environ.setdefault("GRPC_VERBOSITY", "NONE")
 
-# Name -> what `headrace --help` says of it; the module is headrace.cli.<name> unless given.
+# Name -> its line in `headrace --help`; the module is headrace.cli.<name> unless in _MODULES.
 # Services add commands as entry points of the group _ENTRY_POINTS.
 _COMMANDS = {
     "demo": "Start all services, ask a question, stop.",
@@ -87,7 +87,7 @@ class _App(click.Group):
 
 
 def _entry_points() -> "dict[str, EntryPoint]":
-    """Commands that services add, by name. Their modules must be quick to import: help does."""
+    """Commands that services add, by name; --help imports their modules, which must be quick."""
     from importlib import metadata
 
     return {point.name: point for point in metadata.entry_points(group=_ENTRY_POINTS)}

@@ -51,8 +51,8 @@ def chat(message: str | None, system: str, figures: bool, **arguments: Any) -> N
         with contextlib.suppress(ImportError):
             import readline  # noqa: F401 line editing and history in input()
     options = take_request_options(arguments)
-    # One loop for the whole conversation, run while there is an answer to wait for: so Ctrl-C
-    # ends what runs in it, and at the prompt it is ours.
+    # The event loop runs only while an answer is awaited: then Ctrl-C cancels the loop's task, and
+    # at the prompt Ctrl-C raises KeyboardInterrupt in `input`.
     with asyncio.Runner() as runner:
         client = runner.run(_open(arguments))
         conversation = _Conversation(client, make_sampling(arguments), options, figures=figures)
@@ -69,7 +69,7 @@ async def _open(arguments: dict[str, Any]) -> "HeadraceClient":
 
 
 class _Conversation:
-    """What was said, and how to go on."""
+    """The messages so far, and the settings of the next request."""
 
     def __init__(
         self,
@@ -87,7 +87,7 @@ class _Conversation:
         self._is_interactive = sys.stdin.isatty()
 
     def talk(self, runner: asyncio.Runner, first: str | None = None) -> None:
-        """Turns until Ctrl-D; Failure of a turn ends a pipe, but not a conversation."""
+        """Runs turns until Ctrl-D; a failed turn ends the command only if stdin is a pipe."""
         num_system = len(self.messages)
         line = self._read() if first is None else first
         while line is not None:
@@ -112,7 +112,7 @@ class _Conversation:
                 click.echo("\n(Ctrl-D leaves)")
 
     def _turn(self, runner: asyncio.Runner, line: str) -> None:
-        """One question and its answer; of an interrupted answer the part that came is kept."""
+        """Asks a question and prints the answer; keeps the beginning of an interrupted answer."""
         from headrace.types import ChatMessage
 
         self.messages.append(ChatMessage("user", line))
@@ -131,7 +131,7 @@ class _Conversation:
         if text:
             self.messages.append(ChatMessage("assistant", text))
         else:
-            # A question without an answer would be asked again with the next one.
+            # A question without an answer would be sent again with the next question.
             self.messages.pop()
 
     async def _answer(self, answer: list[str]) -> None:

@@ -1,4 +1,4 @@
-"""`headrace demo`: the whole thing once, from nothing to figures and back to nothing."""
+"""`headrace demo`: starts all services, asks one question, prints figures, stops everything."""
 
 import asyncio
 import contextlib

@@ -13,7 +13,7 @@ T = TypeVar("T")
 FAILED = 1
 UNREACHABLE = 3
 INTERRUPTED = 130
-# What a shell reports of a program that SIGPIPE ended.
+# The exit code that shells report for a program ended by SIGPIPE.
 PIPE_CLOSED = 141
 
 
@@ -24,7 +24,7 @@ class Failure(click.ClickException):
 
 
 class Unreachable(Failure):
-    """Nobody answered."""
+    """No server answered."""
 
     exit_code = UNREACHABLE
 
@@ -34,7 +34,7 @@ def explained(error: "ServiceError") -> Failure:
     if error.reason == "UNREACHABLE":
         return Unreachable(f"{error.message}. {_what_to_try(error.message)}")
     if error.reason == "BAD_TOKEN":
-        # The server's words are for programs that make their own metadata.
+        # The server's message is for programs that set metadata themselves.
         return Failure(f"this server wants its token: --auth-token-file FILE [{error.reason}]")
     retry = f" (again in {error.retry_after_s:g} s)" if error.retry_after_s else ""
     return Failure(f"{error.message}{retry} [{error.reason}]")
@@ -42,10 +42,10 @@ def explained(error: "ServiceError") -> Failure:
 
 def _what_to_try(message: str) -> str:
     if "Tls handshake failed" in message:
-        return "See whether --tls-ca-file has signed its certificate, and whether it has TLS at all"
+        return "Check that the server uses TLS, and that --tls-ca-file has signed its certificate"
     if "Socket closed" in message:
         return (
-            "Something listens there; it may want TLS (--tls-ca-file) or your certificate too"
+            "A server listens there; it may require TLS (--tls-ca-file) or your certificate, too"
             " (--tls-cert-file, --tls-key-file)"
         )
     return "Start one with `headrace serve`, or say where it is with --server HOST:PORT"

@@ -32,7 +32,7 @@ class Figures:
 
 
 class Stopwatch:
-    """Started when made, shown each delta, read at the end."""
+    """Measures an answer: starts when constructed, sees each delta, gives figures at the end."""
 
     def __init__(self, clock: Callable[[], float] = time.perf_counter) -> None:
         self._clock = clock
@@ -51,7 +51,7 @@ class Stopwatch:
         self._usage = delta.usage or self._usage
 
     def figures(self) -> Figures:
-        """What was measured up to the last delta."""
+        """The measurements up to the last delta."""
         e2e_s = self._last - self._began
         ttft_s = None if self._first is None else self._first - self._began
         tpot_s = None

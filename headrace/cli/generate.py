@@ -1,4 +1,4 @@
-"""`headrace generate`: one prompt, one answer, fit for pipes."""
+"""`headrace generate`: completes one prompt; reads from and writes to pipes."""
 
 import contextlib
 import sys
@@ -85,7 +85,8 @@ def _prompt(text: str, *, chat: bool, system: str, token_ids: bool) -> "Prompt":
             return [int(part) for part in text.replace(",", " ").split()]
         except ValueError as error:
             raise click.BadParameter(
-                "with --token-ids it must be whole numbers, like '504 3575'", param_hint="PROMPT"
+                "with --token-ids PROMPT is whole numbers, like '504 3575'",
+                param_hint="PROMPT",
             ) from error
     if not (chat or system):
         return text
@@ -119,7 +120,7 @@ async def _generate(text: str, arguments: dict[str, Any]) -> None:
 
 
 async def _print_whole(deltas: Any, stopwatch: Any, *, as_json: bool) -> None:
-    """Prints when all is there: several completions cannot share one stream of text."""
+    """Prints the whole answer at its end: several completions cannot share a stream of text."""
     from headrace.cli.printing import check, write
     from headrace.client import gather
 

@@ -1,11 +1,12 @@
-"""Options that several commands share, and what they become."""
+"""Options that several commands share: connection, request and sampling."""
 
-from collections.abc import Callable
+from collections.abc import Callable, Coroutine
 from dataclasses import asdict, is_dataclass
 from typing import TYPE_CHECKING, Any, TypeVar
 
 import click
 
+from headrace.cli.exits import run
 from headrace.parameters import PARAMETERS
 
 if TYPE_CHECKING:
@@ -13,6 +14,7 @@ if TYPE_CHECKING:
     from headrace.types import Sampling
 
 Command = TypeVar("Command", bound=Callable[..., Any])
+T = TypeVar("T")
 
 DEFAULT_SERVER = "127.0.0.1:8700"
 
@@ -158,9 +160,9 @@ _REQUEST_NAMES = (
 
 
 def open_client(arguments: dict[str, Any]) -> "HeadraceClient":
-    """The client that a command's connection options describe; they are taken out of arguments.
+    """The client that a command's connection options describe; removes them from `arguments`.
 
-    To be used inside the event loop.
+    Call this inside the event loop.
     """
     from headrace.cli.printing import note
     from headrace.client import ChannelConfig, HeadraceClient, ResumePolicy
@@ -173,8 +175,18 @@ def open_client(arguments: dict[str, Any]) -> "HeadraceClient":
     return HeadraceClient(server, ChannelConfig(**taken), resume=policy, tell=note)
 
 
+def ask(arguments: dict[str, Any], call: Callable[["HeadraceClient"], Coroutine[Any, Any, T]]) -> T:
+    """The result of one call to the router that a command's connection options name."""
+
+    async def work() -> T:
+        async with open_client(arguments) as client:
+            return await call(client)
+
+    return run(work())
+
+
 def _check_address(address: str) -> None:
-    """Only what gRPC would take silently for something else."""
+    """Refuses addresses that gRPC would silently interpret in another way."""
     port = address.rpartition(":")[2]
     if ":" not in address:
         wrong = f"{address!r} has no port"
@@ -188,7 +200,7 @@ def _check_address(address: str) -> None:
 
 
 def take_request_options(arguments: dict[str, Any]) -> dict[str, Any]:
-    """The options of `HeadraceClient.generate` among a command's arguments, taken out of them."""
+    """Removes the options of `HeadraceClient.generate` from `arguments` and returns them."""
     return {name: arguments.pop(name) for name in _REQUEST_NAMES}
 
 

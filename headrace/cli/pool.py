@@ -1,4 +1,4 @@
-"""`headrace models`, `pool` and `top`: what is served, by whom, and how busy they are."""
+"""`headrace models`, `pool` and `top`: the models, the workers and their load."""
 
 import asyncio
 import sys
@@ -7,7 +7,7 @@ from typing import TYPE_CHECKING, Any
 import click
 
 from headrace.cli.exits import run
-from headrace.cli.options import connection_options, json_option, open_client, print_json
+from headrace.cli.options import ask, connection_options, json_option, open_client, print_json
 
 if TYPE_CHECKING:
     from headrace.types import PoolInfo
@@ -25,12 +25,7 @@ def models(as_json: bool, **arguments: Any) -> None:
     Example:
       headrace models --json | jq -r '.[].name'
     """
-
-    async def work() -> Any:
-        async with open_client(arguments) as client:
-            return await client.models()
-
-    found = run(work())
+    found = ask(arguments, lambda client: client.models())
     if as_json:
         print_json(found)
         return
@@ -44,12 +39,7 @@ def models(as_json: bool, **arguments: Any) -> None:
 @connection_options
 def pool(as_json: bool, **arguments: Any) -> None:
     """The workers and their load, as the router sees them now."""
-
-    async def work() -> "PoolInfo":
-        async with open_client(arguments) as client:
-            return await client.pool()
-
-    found = run(work())
+    found = ask(arguments, lambda client: client.pool())
     if as_json:
         print_json(found)
     else:

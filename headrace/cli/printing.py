@@ -18,7 +18,7 @@ _FAILED = {
 
 
 def write(text: str) -> None:
-    """Text to stdout at once, whatever stdout can show."""
+    """Writes text to stdout at once; characters that stdout cannot show become '?'."""
     if not text:
         return
     encoding = sys.stdout.encoding or "utf-8"
@@ -39,8 +39,8 @@ async def print_stream(
 ) -> None:
     """Prints the first completion as it comes, and a newline unless the text ends in one.
 
-    The pieces are added to `answer`, so that an interrupted answer is known. Failure: the request
-    was aborted, failed, or passed its deadline.
+    Appends each piece to `answer`, so that the caller has the part of an interrupted answer. Raises
+    Failure when the request was aborted, failed, or passed its deadline.
     """
     async for delta in deltas:
         stopwatch.see(delta)
@@ -52,7 +52,7 @@ async def print_stream(
 
 
 def check(reason: FinishReason | None, request_id: str) -> None:
-    """Raises Failure for an end that is not the answer's own."""
+    """Raises Failure if the request ended by an error, an abort or its deadline."""
     if reason in _FAILED:
         if sys.stdout.isatty():
             click.echo()

@@ -36,7 +36,7 @@ class ProgressSteps:
             self._out.write("\n")
 
     def begin(self, step: str) -> None:
-        """Ends the step before and begins the next; after a colon is how far the step is."""
+        """Ends the previous step and begins the next; text after a colon is the step's progress."""
         if self._step is None or step.partition(":")[0] != self._step.partition(":")[0]:
             self.done()
             self._began = time.monotonic()

@@ -1,15 +1,12 @@
 """`headrace abort`, `status` and `explain`: requests by their id."""
 
 from datetime import UTC, datetime
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import click
 
-from headrace.cli.exits import Failure, run
-from headrace.cli.options import connection_options, json_option, open_client, print_json
-
-if TYPE_CHECKING:
-    from headrace.types import RequestHistory, StatusRecord
+from headrace.cli.exits import Failure
+from headrace.cli.options import ask, connection_options, json_option, print_json
 
 
 @click.command()
@@ -30,11 +27,7 @@ def abort(request_ids: tuple[str, ...], tenant: str, as_json: bool, **arguments:
     if bool(request_ids) == bool(tenant):
         raise click.UsageError("give request ids, or --tenant, and not both")
 
-    async def work() -> Any:
-        async with open_client(arguments) as client:
-            return await client.abort(request_ids, tenant=tenant)
-
-    outcomes = run(work())
+    outcomes = ask(arguments, lambda client: client.abort(request_ids, tenant=tenant))
     if as_json:
         print_json(outcomes)
     else:
@@ -56,12 +49,7 @@ def status(request_id: str, as_json: bool, **arguments: Any) -> None:
     Example:
       headrace status my-request --json | jq -r .state
     """
-
-    async def work() -> "StatusRecord":
-        async with open_client(arguments) as client:
-            return await client.status(request_id)
-
-    record = run(work())
+    record = ask(arguments, lambda client: client.status(request_id))
     if as_json:
         print_json(record)
         return
@@ -88,12 +76,7 @@ def explain(request_id: str, as_json: bool, **arguments: Any) -> None:
     Example:
       headrace explain my-request
     """
-
-    async def work() -> "RequestHistory":
-        async with open_client(arguments) as client:
-            return await client.explain(request_id)
-
-    explanation = run(work())
+    explanation = ask(arguments, lambda client: client.explain(request_id))
     if as_json:
         print_json(explanation)
         return

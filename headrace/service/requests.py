@@ -19,7 +19,7 @@ from headrace.service.errors import ServiceError, exhausted, malformed
 from headrace.service.handlers import HandlerInterceptor, over_bytes, read, surround
 from headrace.service.message_size import MAX_FIELDS, too_many_fields
 
-# Requests that are being received; each further one ends one that takes longer than this.
+# Requests received at a time; a further request ends the oldest that takes longer than _READ_S.
 _MAX_READS = 32
 _READ_S = 2.0
 # Smaller requests are decoded at once.
@@ -63,7 +63,7 @@ class RequestInterceptor(HandlerInterceptor):
             if len(data) <= _MAX_SMALL_BYTES:
                 return decode(data)
             await self._large.enter(len(data))
-            # One in each iteration of the event loop, so that other calls are served between.
+            # One request in each iteration of the event loop, so that other calls are served, too.
             async with self._decoding:
                 await asyncio.sleep(0)
                 return decode(data)
@@ -95,7 +95,7 @@ def _too_many_fields() -> ServiceError:
 
 
 async def _only(context: Any) -> bytes:
-    """The one request of a call."""
+    """The request of a call with one request."""
     data = await read(context)
     if data is None:
         raise malformed("the call carries no message")
@@ -103,7 +103,7 @@ async def _only(context: Any) -> bytes:
 
 
 def release_request() -> None:
-    """Tells that the handler of this task keeps no part of its request; another is decoded."""
+    """Releases the bytes of this task's request, of which the handler keeps no part."""
     if (held := _held.get()) is not None:
         held.release()
 

@@ -17,7 +17,7 @@ _MAX_BIAS = 100.0
 
 
 def check_values(sampling: common_pb2.SamplingParams) -> None:
-    """All that can be told without a tokenizer or a vocabulary.
+    """Checks everything that needs no tokenizer and no vocabulary.
 
     Raises:
         ServiceError: INVALID_ARGUMENT, naming the first field that is wrong.

@@ -112,7 +112,7 @@ class GrpcServer:
         return f"{listen.rpartition(':')[0]}:{port}"
 
     def set_serving(self, is_serving: bool) -> None:
-        """What health checks answer."""
+        """Sets the status that health checks report."""
         self._health.set_serving(is_serving)
 
     async def stop(self, grace_s: float) -> None:
@@ -139,7 +139,7 @@ class GrpcServer:
 
 
 def _hostile_peers() -> tuple[tuple[str, int], ...]:
-    """Options that bound what idle, slow and greedy connections cost."""
+    """Options that bound the cost of idle, slow and greedy connections."""
     # Half of the descriptors are kept for files and for connections to other services.
     num_files, _ = resource.getrlimit(resource.RLIMIT_NOFILE)
     return (

@@ -75,7 +75,7 @@ _SERVER_FAULTS = frozenset(
 
 @dataclass(frozen=True, slots=True)
 class Telemetry:
-    """What `setup` made; owned by the process's main function.
+    """The exporter that `setup` started; owned by the process's main function.
 
     server_interceptors go outermost (first) in a server's list, so that they see the status that
     inner ones decide. Empty when nothing is exported.
@@ -85,7 +85,7 @@ class Telemetry:
     server_interceptors: Sequence[grpc.aio.ServerInterceptor] = field(default=())
 
     def shutdown(self) -> None:
-        """Exports what is left, within seconds, and stops exporting. Blocks; call it last."""
+        """Exports the remaining spans, which takes at most seconds. Blocks; call this last."""
         global _tracer  # noqa: PLW0603
         if self.provider is None:
             return
@@ -141,11 +141,11 @@ def begin_span(
     """Starts a span that is not made current; the caller ends it. For work with no single task.
 
     Args:
-        name: what is done, of few distinct values.
+        name: the kind of work, of few distinct values.
         traceparent: the parent, from another process or request. None: the current span of this
             task, or the start of a trace. "" or malformed: the start of a trace.
-        attributes: what is known now.
-        kind: as OpenTelemetry has them.
+        attributes: those known now.
+        kind: OpenTelemetry's kind of span.
         links: traceparents of other requests that this work also serves.
     """
     parent = current_span() if traceparent is None else parse_traceparent(traceparent)

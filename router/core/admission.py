@@ -54,9 +54,9 @@ class Reject:
 
 @dataclass(frozen=True, slots=True)
 class Limits:
-    """Limits of the whole router: live requests, waiting completions and their prompt tokens.
+    """Limits on live requests, waiting completions and their prompt tokens; 0 is no limit.
 
-    0 is no limit. Each of a request's n completions counts as one that waits.
+    Each of a request's n completions counts as a waiting completion.
     """
 
     max_live_requests: int = 0
@@ -65,12 +65,9 @@ class Limits:
 
 
 @dataclass(frozen=True, slots=True)
-class TenantLimits:
+class TenantLimits(Limits):
     """Limits and rates of one tenant; 0 is no limit. weight is the tenant's fair share."""
 
-    max_live_requests: int = 0
-    max_queued_requests: int = 0
-    max_queued_tokens: int = 0
     requests_per_minute: float = 0.0
     tokens_per_minute: float = 0.0
     weight: float = 1.0
@@ -140,7 +137,7 @@ class Situation:
 def decide(
     ask: Ask, situation: Situation, limits: Limits, tenant_limits: TenantLimits, now: float
 ) -> Admit | Reject:
-    """Admit or Reject."""
+    """Admits or rejects a request."""
     if not situation.capacities:
         return Reject(
             Reason.NO_READY_WORKER, "no worker is ready for this model yet; try again", 1.0
@@ -150,20 +147,8 @@ def decide(
         return fit
     return (
         _deadline_is_lost(ask, situation, now)
-        or _queue_is_full(
-            ask,
-            situation.tenant_load,
-            limits=(tenant_limits.max_queued_requests, tenant_limits.max_queued_tokens),
-            reason=Reason.TENANT_QUEUE_FULL,
-            tokens_per_s=situation.tokens_per_s,
-        )
-        or _queue_is_full(
-            ask,
-            situation.load,
-            limits=(limits.max_queued_requests, limits.max_queued_tokens),
-            reason=Reason.QUEUE_FULL,
-            tokens_per_s=situation.tokens_per_s,
-        )
+        or _queue_is_full(ask, situation.tenant_load, tenant_limits, situation.tokens_per_s)
+        or _queue_is_full(ask, situation.load, limits, situation.tokens_per_s)
         or fit
     )
 
@@ -214,16 +199,13 @@ def _deadline_is_lost(ask: Ask, situation: Situation, now: float) -> Reject | No
 
 
 def _queue_is_full(
-    ask: Ask,
-    load: QueueLoad,
-    *,
-    limits: tuple[int, int],
-    reason: Reason,
-    tokens_per_s: float | None,
+    ask: Ask, load: QueueLoad, limits: Limits, tokens_per_s: float | None
 ) -> Reject | None:
-    """Refuse a request that exceeds the limits (max_requests, max_tokens) of a load."""
-    whose = "of this tenant " if reason is Reason.TENANT_QUEUE_FULL else ""
-    max_requests, max_tokens = limits
+    """Refuse a request with which the load would exceed the limits, of a tenant or of all."""
+    whose, reason = "", Reason.QUEUE_FULL
+    if isinstance(limits, TenantLimits):
+        whose, reason = "of this tenant ", Reason.TENANT_QUEUE_FULL
+    max_requests, max_tokens = limits.max_queued_requests, limits.max_queued_tokens
     if max_requests and ask.num_completions > max_requests:
         # Even an empty queue cannot take the request, so a retry would never succeed.
         return Reject(

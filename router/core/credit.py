@@ -1,9 +1,9 @@
 """Whether a worker has credit for a request.
 
 A worker may hold max_num_seqs requests plus a small allowance that wait in its scheduler, so that
-the scheduler always has a request to admit. All others wait in the router, where they can still go
-to another worker. A request counts from the moment it is sent, so that a burst between two reports
-of a worker cannot overshoot:
+the scheduler always has a request to admit. All other requests wait in the router, which can still
+send them to another worker. A request counts from the moment it is sent, so that a burst between
+two reports of a worker cannot overshoot:
 
     slots  = max_num_seqs + waiting_allowance
              - (requests of this router in flight + requests of other routers, as last reported)
@@ -54,7 +54,7 @@ class WorkerReport:
 
 @dataclass(frozen=True, slots=True)
 class Load:
-    """What a request takes at a worker: all its tokens, and the tokens not cached there.
+    """The load that a request puts on a worker: all its tokens, and the tokens not cached there.
 
     A smaller urgency is more urgent.
     """
@@ -75,9 +75,9 @@ class Credit:
         self._allowance = waiting_allowance
         self._num_others = 0
         self._num_waiting_blocks = 0
-        self._num_blocks_not_reported = 0  # of those admitted since the report
+        self._num_blocks_not_reported = 0  # of requests admitted since the report
         self._urgencies: list[int] = []  # sorted
-        self._waiting_urgencies: list[int] = []  # of those not admitted yet, sorted
+        self._waiting_urgencies: list[int] = []  # of requests not admitted yet, sorted
 
     @property
     def num_in_flight(self) -> int:
@@ -161,5 +161,5 @@ class Credit:
 
 def _remove(values: list[int], value: int) -> None:
     at = bisect_left(values, value)
-    assert values[at] == value, "what is given back was taken"
+    assert values[at] == value, "only a taken urgency is given back"
     del values[at]

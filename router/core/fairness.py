@@ -1,11 +1,11 @@
-"""Which tenant is next: token-cost fair sharing between tenants, by virtual token counters.
+"""Which tenant is next: fair sharing of token costs between tenants, by virtual token counters.
 
 Each tenant has a counter of the service it got, in virtual tokens: a prompt token costs 1 when it
 is dispatched, an output token costs output_price when it is served, both divided by the tenant's
 weight. Of the tenants that wait, the tenant with the smallest counter is next. A tenant that begins
-to wait after an idle time is lifted to the smallest counter of those that wait, so that idle time
-cannot be saved up. This is the Virtual Token Counter of Sheng et al., "Fairness in Serving Large
-Language Models" (OSDI 2024), with weights.
+to wait after an idle time is lifted to the smallest counter of the waiting tenants, so that idle
+time cannot be saved up. This is the Virtual Token Counter of Sheng et al., "Fairness in Serving
+Large Language Models" (OSDI 2024), with weights.
 
 The bound. The chosen tenant has the smallest counter at that moment. From then on its counter can
 run ahead only by the prompt of the chosen request and by the output that its requests in flight
@@ -127,9 +127,9 @@ class FairShare:
         return min((account.virtual_tokens for account in waiting), default=self._floor)
 
     def _close_idle_accounts(self) -> None:
-        """Forget idle accounts, those with the smallest counters first.
+        """Forget the idle accounts with the smallest counters.
 
-        An account at or below the floor loses nothing: it would be lifted to the floor anyway.
+        An account at or below the floor loses nothing: a new account starts at the floor.
         """
         accounts = self._account_by_tenant.values()
         idle = [account for account in accounts if account.tenant not in self._waiting]

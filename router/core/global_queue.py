@@ -31,7 +31,7 @@ class GlobalQueue(Generic[T]):
 
     @property
     def by_model(self) -> list[tuple[str, ModelQueue[T]]]:
-        """Each model's."""
+        """Each model and its queue."""
         return list(self._queue_by_model.items())
 
     def of(self, model: str) -> ModelQueue[T]:

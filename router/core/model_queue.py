@@ -1,8 +1,8 @@
 """The requests that wait for one model, in the order of a policy (see `policies`).
 
-A request that comes back (its scheduler was lost) keeps its arrival, so it is ahead of all that
-came after it. A request that no worker has credit for is passed over and put back at the end of
-the round; in between, the next in order is at the head.
+A request that is requeued after its scheduler was lost keeps its arrival time, and so its rank. A
+request that no worker has credit for is skipped (`pass_over`) until the end of the round
+(`put_back`); until then the next request in order is at the head.
 """
 
 from collections.abc import Iterator
@@ -26,7 +26,7 @@ class ModelQueue(Generic[T]):
         self.shares = shares or FairShare()
         self._order = order
         self._entry_by_key: dict[int, QueueEntry[T]] = {}
-        # A heap for each tenant where tenants take turns, else one.
+        # A heap for each tenant where tenants take turns, else one heap named "".
         self._heaps: dict[str, LazyHeap[int, QueueEntry[T]]] = {}
         self._load_by_tenant: dict[str, QueueLoad] = {}
         self._heaps_passed_over: set[str] = set()
@@ -65,7 +65,7 @@ class ModelQueue(Generic[T]):
         heap.push(entry.key, (self._order.rank(entry), entry.order), entry)
 
     def peek(self) -> T | None:
-        """The next request, left in the queue; None when all that wait were passed over."""
+        """The next request, which stays queued; None when all waiting requests are skipped."""
         if not self._order.takes_turns:
             return self._head_of("")
         while (tenant := self.shares.next()) is not None:

@@ -21,7 +21,7 @@ SlowClient = Literal["pause", "cut"]
 T = TypeVar("T")
 
 _TOKEN_BYTES = 4
-# A token's log probability in the form in which it waits, and each alternative's in it.
+# An encoded log probability of a waiting token, and each alternative in the encoding.
 _LOGPROB_BYTES = 60
 _ALTERNATIVE_BYTES = 9
 # Tokens that a few steps, drafts included, may still bring after a pause began.
@@ -40,7 +40,7 @@ class PauseVerdict(Enum):
 class UnreadLimits:
     """How much may wait for clients; slow_client "cut" gives up where "pause" pauses.
 
-    The methods take as `limit` what `of` gave for the completion, and as `crowd` what `crowd` gave.
+    `limit` and `crowd` of the methods are the results of `of` and `crowd`.
     """
 
     slow_client: SlowClient = "pause"
@@ -49,7 +49,7 @@ class UnreadLimits:
     max_pause_s: float = 60.0
 
     def crowd(self, num_streams: int) -> int:
-        """What limits are divided by while so many completions may have unread tokens."""
+        """The divisor of limits while so many completions may have unread tokens."""
         return max(1, -(-num_streams * self.max_unread_tokens // self.max_unread_tokens_in_all))
 
     def of(self, num_logprobs: int | None) -> int:
@@ -65,7 +65,7 @@ class UnreadLimits:
     def verdict(
         self, num_unread: int, limit: int, *, is_paused: bool, crowd: int = 1
     ) -> PauseVerdict:
-        """What to do now that so many tokens are unread."""
+        """Whether to pause or end a completion with so many unread tokens."""
         if num_unread <= limit // crowd:
             return PauseVerdict.GO_ON
         if self.slow_client == "cut":
@@ -98,7 +98,7 @@ class Pauses(Generic[T]):
         self._began_by_key[key] = (now, item)
 
     def end(self, key: int, now: float) -> float:
-        """End a pause; returns how many seconds it lasted, 0 if there was none."""
+        """End a pause; returns its duration in seconds, 0 if the key was not paused."""
         entry = self._began_by_key.pop(key, None)
         return 0.0 if entry is None else now - entry[0]
 

@@ -3,9 +3,9 @@
 A permit is taken before a prompt is tokenized and held until the caller is answered or gone, so
 that never more requests than the limit are live, waiting or running. Rates are token buckets that
 hold one minute's worth. A request costs 1 of its tenant's request bucket. Of the token bucket it
-costs its prompt tokens when it is admitted and its output tokens when it ends. That may leave a
-debt, and the tenant's next request is refused until the debt is paid: so the rate holds over time
-although outputs are not known beforehand.
+costs its prompt tokens when it is admitted and its output tokens when it ends. The cost may leave a
+debt, and the tenant's next request is refused until the debt is paid, so the rate holds over time
+although output lengths are not known beforehand.
 """
 
 from collections.abc import Mapping
@@ -95,7 +95,9 @@ class Permits:
         maximum = self._limits.max_live_requests
         if maximum and self.num_live >= maximum:
             return Reject(
-                Reason.TOO_MANY_LIVE, f"{maximum} requests are being answered, as many as may", 1.0
+                Reason.TOO_MANY_LIVE,
+                f"{maximum} requests are being answered, the limit",
+                1.0,
             )
         return self._refusal(self._tenants.get(tenant) or _Tenant(self.limits_of(tenant), now), now)
 
@@ -131,7 +133,7 @@ class Permits:
         if maximum and known.num_live >= maximum:
             return Reject(
                 Reason.TENANT_TOO_MANY_LIVE,
-                f"{maximum} requests of this tenant are being answered, as many as may",
+                f"{maximum} requests of this tenant are being answered, the limit",
                 1.0,
             )
         if known.requests is not None and (wait_s := known.requests.wait_s(1, now)):

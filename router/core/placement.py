@@ -8,8 +8,8 @@ until the first token:
                / max_num_batched_tokens
            + LOAD_STEPS * share of its slots taken
 
-A prompt goes where its prefix is cached for as long as the saving outweighs the queue there. After
-that the prefix is computed on another worker too, which is how a hot prefix spreads. The content of
+A prompt goes to the worker that caches its prefix as long as the saving outweighs the queue there.
+After that the prefix is computed on another worker too, so a hot prefix spreads. The content of
 a worker's cache is an estimate (see `prefix_index`). Workers of role decode get prompts only when
 there are no others. A worker that was restarted (a new incarnation) starts with all its credit.
 """
@@ -54,7 +54,7 @@ class Need:
 class Sent:
     """A request at a worker, for as long as the request takes credit there.
 
-    prefix_uses has, for each chunk that the index took for cached, when it was last used there.
+    prefix_uses: for each chunk that the index expected in the cache, the time of its last use.
     """
 
     worker: WorkerKey

@@ -1,4 +1,4 @@
-"""Which requests are held back after schedulers were lost with them, and which one is to blame.
+"""Which requests are held back after schedulers were lost with them, and which request to blame.
 
 A request that kills its scheduler would be dispatched to the next scheduler, and the next. A lost
 scheduler does not tell which of its requests was the cause, so each of them gets a loss. After one
@@ -42,7 +42,7 @@ class Suspects(Generic[T]):
         return bool(self._missing_tokens)
 
     def blame(self, keys: Collection[int]) -> int | None:
-        """Count the loss of a scheduler that ran these requests; returns the one to blame."""
+        """Count the loss of a scheduler that ran these requests; returns the request to blame."""
         on_trial = self._missing_tokens.keys() & keys
         blamed = on_trial or keys
         for key in blamed:
@@ -62,7 +62,7 @@ class Suspects(Generic[T]):
             self._held.move_to_end(key, last=False)
 
     def release(self) -> list[T]:
-        """The next group, which is on trial from now on; empty while another one is."""
+        """The next group, which is on trial from now on; empty while another group is on trial."""
         if self._missing_tokens:
             return []
         group = list(islice(self._held, self._group_size))
@@ -73,14 +73,14 @@ class Suspects(Generic[T]):
         return [self._held.pop(key) for key in group]
 
     def progressed(self, key: int, num_tokens: int) -> None:
-        """A request got tokens; only a request on trial cares."""
+        """A request got tokens; this matters only for a request on trial."""
         if key in self._missing_tokens:
             self._missing_tokens[key] -= num_tokens
             if self._missing_tokens[key] <= 0:
                 self.clear(key)
 
     def clear(self, key: int) -> None:
-        """The request is no suspect any more: it passed, was paused, or ended."""
+        """Removes a request from the suspects: it passed its trial, was paused, or ended."""
         self._num_losses.pop(key, None)
         self._held.pop(key, None)
         if self._missing_tokens.pop(key, None) is not None and not self._missing_tokens:

@@ -3,9 +3,9 @@
 The queue is walked in its order. A request that has to wait reserves the workers that could hold it
 against all requests behind it. So no request takes the credit that an earlier request waits for: a
 huge request is overtaken only at workers that are too small for it, and never starves; a small
-request waits behind a huge one only for workers that serve both. Lines of other models are not held
-up. At most MAX_PASSED_OVER requests are skipped in a round, so that a round stays short: behind
-more skipped requests than that, a request waits even if another worker could take it.
+request waits behind a huge request only for workers that can serve both. Queues of other models are
+not affected. At most MAX_PASSED_OVER requests are skipped in a round, so that a round stays short:
+behind more skipped requests than that, a request waits even if another worker could take it.
 """
 
 from collections.abc import Callable, Iterator
@@ -46,5 +46,5 @@ def turns(
                 break
             queue.pass_over()
     finally:
-        # Also when the caller's own work on a request raised: the queue must not lose the others.
+        # Also when the caller raised an exception: the queue must not lose the skipped requests.
         queue.put_back()

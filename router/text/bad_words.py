@@ -1,8 +1,8 @@
 """Token sequences that spell a bad word.
 
 A model can write a word at the start of its output, after a space or on a new line, and tokenizers
-have different tokens for each. A word is forbidden in all three spellings; a word that begins with
-a space is forbidden only in that spelling.
+have different tokens for each case. A word is forbidden in all three spellings; a word that begins
+with a space is forbidden only as given.
 """
 
 from router.text.tokenizer import TextTokenizer

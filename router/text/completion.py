@@ -1,4 +1,4 @@
-"""The text of one completion: tokens are detokenized, and the text is taken for the client.
+"""The text of one completion: tokens in, detokenized text out.
 
 With stop strings, tokens are detokenized on arrival, so that a stop string is found even if the
 client does not read. Without stop strings, tokens are detokenized just before a message is sent:

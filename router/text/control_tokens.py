@@ -158,7 +158,7 @@ class ControlTokens:
         self._tokenizer.add_tokens(stand_ins)
         for token_id, name in self._name_by_id.items():
             stand_in = self._tokenizer.token_to_id(name)
-            assert stand_in is not None, "it was added"
+            assert stand_in is not None, "the stand-in was added"
             self._id_by_stand_in[stand_in] = token_id
 
     def _encode(self, text: str) -> Int32Array:

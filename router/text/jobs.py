@@ -43,7 +43,7 @@ class Render(_Job, frozen=True, tag=True):
 
 
 class Encode(_Job, frozen=True, tag=True):
-    """Tokenize a text, names of special tokens as those tokens; the result is int32 bytes."""
+    """Tokenize a text, in which names of special tokens become these tokens; gives int32 bytes."""
 
     text: str
     add_special_tokens: bool

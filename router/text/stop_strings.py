@@ -1,4 +1,4 @@
-"""Finds stop strings in text that comes in pieces, and lets nothing of them out.
+"""Finds stop strings in text that arrives in pieces, and holds back possible beginnings of them.
 
 The rule, which does not depend on how the text is cut into pieces: reading character by
 character, the first stop string to be complete ends the text; of several complete at the same
@@ -25,9 +25,9 @@ class StopStrings:
         self._borders = [[0] for _ in stops]
 
     def step(self, index: int, num_matched: int, char: str) -> int:
-        """How much of a stop string the text ends with after one more character.
+        """The length of the stop string's prefix that the text ends with, after one more character.
 
-        num_matched is how much it ended with before.
+        num_matched is that length before the character.
         """
         stop = self.stops[index]
         while num_matched and stop[num_matched] != char:
@@ -46,7 +46,7 @@ class StopStrings:
 
 
 class StopScanner:
-    """Where one text stands; owns the characters it holds back."""
+    """The state of matching in one text; owns the characters that are held back."""
 
     __slots__ = ("_held", "_includes_stop", "_num_matched", "_stops")
 
@@ -58,10 +58,10 @@ class StopScanner:
         self._held = ""
 
     def push(self, text: str, *, may_stop: bool = True) -> tuple[str, str | None]:
-        """What may be shown now, and the stop string found; after one is found, push no more.
+        """The text to show now, and the stop string found, if any; push nothing after that.
 
-        A stop string that is complete in text that may not stop is ordinary text; one that begins
-        there and is completed later is found.
+        may_stop False: a stop string that this text completes is ordinary text. A stop string that
+        begins in this text and is completed by later text is still found.
         """
         stops, num_matched = self._stops, self._num_matched
         if not self._held and not any(char in text for char in stops.first_chars):

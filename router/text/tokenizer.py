@@ -10,19 +10,16 @@ from pathlib import Path
 from typing import Any
 
 import numpy as np
-from numpy.typing import NDArray
 from tokenizers import Tokenizer
 
 from headrace.service.gguf_header import GgufError, read_gguf_header
 from router.text.chat import ChatTemplate
-from router.text.control_tokens import ChatText, ControlTokens
+from router.text.control_tokens import ChatText, ControlTokens, Int32Array
 from router.text.detokenizer import Detokenizer, compile_decoder
 from router.text.errors import ChatTemplateError, UnsupportedTokenizerError
 from router.text.gguf_tokenizer import KNOWN_PATTERNS, build_gguf_tokenizer
 from router.text.gguf_vocabulary import read_vocabulary
 from router.text.token_bound import compile_bound
-
-Int32Array = NDArray[np.int32]
 
 # Child processes are forked, so the tokenizers library must start no threads here.
 os.environ["TOKENIZERS_PARALLELISM"] = "false"

@@ -23,5 +23,5 @@ class FairOrder:
         return None
 
     def tokens_ahead(self, load: QueueLoad, tenant_load: QueueLoad, num_tenants: int) -> int:
-        """Each tenant gets about one turn for each turn of this one, whatever it has waiting."""
+        """Every waiting tenant gets about one turn for each turn of this tenant."""
         return min(load.num_tokens, tenant_load.num_tokens * max(1, num_tenants))

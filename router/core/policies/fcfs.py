@@ -10,7 +10,7 @@ class FcfsOrder:
     takes_turns = False
 
     def rank(self, _entry: QueueEntry[T]) -> float:
-        """The same for all, so that arrival decides."""
+        """The same for all requests, so that the arrival time decides."""
         return 0.0
 
     def urgency(self, _priority: int, _waited_s: float) -> int | None:
@@ -18,5 +18,5 @@ class FcfsOrder:
         return None
 
     def tokens_ahead(self, load: QueueLoad, _tenant_load: QueueLoad, _num_tenants: int) -> int:
-        """All that waits."""
+        """All waiting prompt tokens."""
         return load.num_tokens

@@ -31,7 +31,7 @@ class Order(Protocol):
 
     @property
     def takes_turns(self) -> bool:
-        """Whether tenants take turns by what they were served; ranks then order within a tenant."""
+        """Whether tenants take turns by the service they got; ranks then order within a tenant."""
         ...
 
     def rank(self, entry: QueueEntry[T]) -> float:
@@ -48,6 +48,6 @@ class Order(Protocol):
     def tokens_ahead(self, load: QueueLoad, tenant_load: QueueLoad, num_tenants: int) -> int:
         """Prompt tokens served before a new request of a tenant, at most; 0 if that is unknown.
 
-        load and num_tenants are of all that waits, tenant_load is the tenant's.
+        load and num_tenants count all waiting requests, tenant_load the tenant's.
         """
         ...

@@ -26,7 +26,7 @@ class PriorityOrder:
         return float(entry.priority)
 
     def urgency(self, priority: int, waited_s: float) -> int | None:
-        """The priority less what waiting is worth."""
+        """The priority, minus one for each aging_s of waiting."""
         aged = int(waited_s / self._aging_s) if self._aging_s else 0
         return max(_MIN_PRIORITY, priority - aged)
 

@@ -125,7 +125,7 @@ def test_serve_explains_a_service_that_does_not_start(start):
     _, errors = process.communicate(timeout=20)
     assert process.returncode == 1
     assert "[gpuworker] out of memory, or so" in errors
-    assert errors.endswith("Error: gpuworker ended (1); what it said is above\n")
+    assert errors.endswith("Error: gpuworker ended (1); its log is above\n")
     assert "Traceback" not in errors
 
 
