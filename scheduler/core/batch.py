@@ -1,7 +1,7 @@
-"""The step being planned: its scheduled rows, and what is left of the token budget.
+"""The step being planned: its scheduled rows and the rest of the token budget.
 
-The running pass adds many rows at once, the waiting pass admission by admission. A row can be taken
-out again until the plan is made.
+The running pass adds many rows at once, the waiting pass one row for each admission. Until the plan
+is made, a row can be removed again.
 """
 
 from dataclasses import dataclass
@@ -28,9 +28,7 @@ class BatchColumns:
     rows: IntpArray
     num_computed: Int32Array  # before this step
     num_scheduled: Int32Array  # drafts included
-    goals: (
-        Int32Array  # known tokens and tokens in flight; a row is mid-prefill until it reaches them
-    )
+    goals: Int32Array  # known tokens and tokens in flight; with less computed, a row is in prefill
     num_drafts: Int32Array | None = None  # None: no row has any
 
     def take(self, index: slice | NDArray[Any]) -> "BatchColumns":
@@ -73,11 +71,11 @@ class StepBatch:
         self.step_id = step_id
         self.now = now
         self.budget = budget
-        self.long_budget = budget  # what of it long prefills may use
+        self.long_budget = budget  # the part that long prefills may use
         self.is_deferring_prefills = False
         self.has_drafts = False
-        # In plan order: rows added together, then rows added one by one since, each of these as
-        # (row, num_computed, num_scheduled, goal, num_drafts).
+        # In plan order: rows that were added together, then rows that were added singly since then,
+        # as (row, num_computed, num_scheduled, goal, num_drafts).
         self._parts: list[BatchColumns] = []
         self._tail: list[tuple[int, int, int, int, int]] = []
         self._num_from_running = 0

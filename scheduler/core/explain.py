@@ -32,9 +32,9 @@ class EventKind(Enum):
 
 @dataclass(frozen=True, slots=True)
 class HistoryEvent:
-    """An entry: the steps it covers, when it began, a sentence, and the tokens computed in it.
+    """An entry of a timeline: its steps, the time of its first step, a sentence, computed tokens.
 
-    queue_position counts from 0; only waits have one.
+    queue_position counts from 0; None for entries that are not waits.
     """
 
     first_step: int
@@ -104,7 +104,8 @@ class History:
         self.num_preemptions = 0
         # Steps since the last admission after which the prefill went on.
         self.num_chunks = 0
-        # Steps since the last admission in which other long prefills left no tokens for this one.
+        # Steps since the last admission in which other long prefills left no tokens for this
+        # request.
         self.num_held_steps = 0
         # (last step, final status) once the request ended.
         self.end: tuple[int, RequestStatus] | None = None
@@ -116,7 +117,7 @@ class History:
         self._add((EventKind.ADDED, step, step, now, (position,)))
 
     def passed_over(self, fact: PassedOver, step: int, now: float) -> None:
-        """A step considered the request, at the head of a queue, and did not admit it."""
+        """A step considered the request, at the head of a queue, without admitting the request."""
         if fact.reason is not self._wait_reason:
             self._end_wait(step)
             self._begin_wait(fact.reason, step, now, fact)

@@ -173,8 +173,8 @@ class KvCache:
             return
         table = self._table
         # The first block's tokens of every row are read together.
-        places = (firsts * self.block_size)[:, None] + self._offsets
-        data = table.token_ids[rows[:, None], places].tobytes()
+        positions = (firsts * self.block_size)[:, None] + self._offsets
+        data = table.token_ids[rows[:, None], positions].tobytes()
         hashes = [table.request(row).block_hashes for row in rows.tolist()]
         digests = block_digests(hashes, firsts.tolist(), data)
         block_ids = table.block_table[rows, firsts].tolist()

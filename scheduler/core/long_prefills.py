@@ -1,15 +1,15 @@
 """How many tokens the long prefills of a step get together.
 
 A prefill is long if it has more than `long_prefill_token_threshold` tokens to compute when its
-request is admitted. Of a step's tokens, decoding requests have theirs first:
+request is admitted. Decoding requests get their tokens of a step first:
 
     room = max_num_batched_tokens - (1 + num_spec_tokens) * decoding requests
 
-While a short prefill waits or runs, all long ones together get long_prefill_share * room tokens,
-the oldest first, under policy priority the most urgent first; fractions are carried from step to
-step. Without short prefills they get the room. So any number of long prompts delays no decode, and
-delays a short prompt by a bounded number of steps, and the long ones still progress. With a share
-of 1, the default of the core, there is no limit and steps are as vLLM 0.27.1 plans them.
+While a short prefill waits or runs, all long prefills together get long_prefill_share * room
+tokens, the oldest first, under policy priority the most urgent first; fractions are carried from
+step to step. Without short prefills, long prefills get the whole room. So long prompts never delay
+a decode, delay a short prompt by a bounded number of steps, and still progress. With a share of 1,
+the default of the core, there is no limit and steps are as vLLM 0.27.1 plans them.
 """
 
 import numpy as np
@@ -46,7 +46,7 @@ def may_serve_held(state: SchedulerState, long_budget: int) -> bool:
 
 
 def outranks_long_prefills(state: SchedulerState, request: Request) -> bool:
-    """Whether the policy serves a request before all running ones that are in a long prefill."""
+    """Whether the policy serves a request before all running requests in a long prefill."""
     table, policy = state.table, state.policy
     if not policy.merges_queues:
         return False

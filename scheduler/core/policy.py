@@ -1,4 +1,4 @@
-"""Policies: who is admitted next, who loses its blocks, and who may displace whom.
+"""Policies: which request is admitted, which loses its blocks, and which may displace another.
 
 A new policy is a class here, with its name in POLICIES and in the two types of names.
 """
@@ -10,7 +10,7 @@ if TYPE_CHECKING:  # they import the names of policies
     from scheduler.core.request import Request
     from scheduler.core.request_table import RequestTable
 
-# As the settings have it, and as the core has it.
+# The names in settings, and the names in the core.
 PolicySetting = Literal["fcfs", "priority"]
 PolicyName = Literal["fcfs", "priority", "preemptive_priority"]
 
@@ -18,20 +18,20 @@ PolicyName = Literal["fcfs", "priority", "preemptive_priority"]
 class Policy(Protocol):
     """An order of requests.
 
-    name is the setting's. displaces: a waiting request may preempt a running one. merges_queues:
-    ranks do not depend on the place in a queue, so requests of different queues, and running ones,
-    can be compared; else the queues are served one after the other.
+    name: in settings. displaces: a waiting request may preempt a running request. merges_queues:
+    ranks do not depend on `number`, so waiting requests of different queues, and running requests,
+    can be compared; otherwise the queues are served one after the other.
     """
 
     name: str
     displaces: bool
     merges_queues: bool
 
-    def rank(self, request: "Request", place: int, /) -> Any:
-        """What a queue is ordered by; the smallest is first.
+    def rank(self, request: "Request", number: int, /) -> Any:
+        """The sort key of a queue; the smallest rank is first.
 
-        place grows with each request that is queued; it is negative, and falls, for requests that
-        are queued at the front.
+        number counts the queued requests, upwards from 1; for requests that are queued at the front
+        it is the negative count.
         """
 
     def victim_position(self, table: "RequestTable") -> int:
@@ -48,11 +48,11 @@ class Fcfs:
     displaces = False
     merges_queues = False
 
-    def rank(self, _request: "Request", place: int, /) -> Any:
-        return place
+    def rank(self, _request: "Request", number: int, /) -> Any:
+        return number
 
     def victim_position(self, table: "RequestTable") -> int:
-        """The youngest: it has the least to recompute, and returns to the front of the queue."""
+        """The youngest, which has the least to recompute and returns to the front of the queue."""
         return table.num_running - 1
 
     def may_displace(self, _waiting: "Request", _running: "Request", /) -> bool:
@@ -66,21 +66,21 @@ class Priority:
     merges_queues = True
 
     def __init__(self, *, displaces: bool = False) -> None:
-        """displaces: a more urgent waiting request preempts less urgent running ones."""
+        """displaces: a more urgent waiting request preempts less urgent running requests."""
         self.displaces = displaces
 
-    def rank(self, request: "Request", _place: int, /) -> Any:
+    def rank(self, request: "Request", _number: int, /) -> Any:
         spec = request.spec
-        # Two live requests of one id are told apart by their keys.
+        # The key distinguishes two live requests with the same id.
         return (spec.priority, spec.arrival_time, spec.request_id, request.key)
 
     def victim_position(self, table: "RequestTable") -> int:
-        """The greatest (priority, arrival_time); of equal ones the first in the running order."""
+        """The greatest (priority, arrival_time); among equals the first in the running order."""
         specs = [table.request(row).spec for row in table.running_rows.tolist()]
         return max(range(len(specs)), key=lambda i: (specs[i].priority, specs[i].arrival_time))
 
     def may_displace(self, waiting: "Request", running: "Request", /) -> bool:
-        """Only if it is strictly more urgent: equal ones would take turns for ever."""
+        """Only a strictly more urgent request: equals would displace each other for ever."""
         return self.displaces and running.spec.priority > waiting.spec.priority
 
 
@@ -92,6 +92,6 @@ POLICIES: Mapping[PolicyName, Policy] = {
 
 
 def policy_name(name: str, *, displaces: bool) -> PolicyName:
-    """The policy of a setting and whether its requests displace others, where it knows that."""
+    """The core's name of a policy in settings, with or without displacement."""
     variants = {(policy.name, policy.displaces): key for key, policy in POLICIES.items()}
     return variants.get((name, displaces), cast("PolicyName", name))

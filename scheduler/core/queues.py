@@ -2,8 +2,8 @@
 
 There are three queues. `skipped` holds requests that wait for something outside the scheduler (a
 grammar, output in flight); they do not block the requests behind them. `held` holds long prompts
-that wait for other long prefills (see `long_prefills`). All others are in `waiting`. Requests whose
-clients do not read are `paused` and in no queue, so steps do not pay for them.
+that wait for other long prefills (see `long_prefills`). All other requests are in `waiting`.
+Requests whose clients do not read are `paused` and in no queue, so they cost steps nothing.
 """
 
 from collections.abc import Iterator
@@ -109,12 +109,12 @@ class WaitingQueues:
             self.skipped.push_front(request)
 
     def remove(self, request: Request) -> None:
-        """Remove a request from its queue, or from the paused ones."""
+        """Remove a request from its queue, or from the paused requests."""
         if self.paused.pop(request.key, None) is None:
             any(queue.remove(request) for queue in (self.waiting, self.skipped, self.held))
 
     def pause(self, request: Request) -> None:
-        """Remove a request from its queue, if it is in one, until `unpause`."""
+        """Remove a request from its queue, if any, until `unpause`."""
         self.remove(request)
         self.paused[request.key] = request
 

@@ -16,8 +16,8 @@ IntpArray = NDArray[np.intp]
 
 NO_STOP_ID = -1
 NO_ADMISSION = -1
-_NO_LIMIT = 2**31 - 1  # what a column holds
-# Rows with more stop ids than this have their tokens looked at one by one.
+_NO_LIMIT = 2**31 - 1  # the largest value of a column
+# The tokens of rows with more stop ids than this are checked one by one.
 MAX_VECTOR_STOP_IDS = 8
 
 
@@ -36,21 +36,21 @@ class RequestTable:
         self.num_placeholders = _column(num_rows)
         self.num_blocks = _column(num_rows)
         self.num_registered = _column(num_rows)  # full blocks that have their digest
-        # Computed tokens from which a row needs another block, or has one more to register.
+        # The number of computed tokens from which a row needs another block, or fills a block.
         self.growth_event = _column(num_rows)
         self.full_event = _column(num_rows)
         self.length_limit = _column(num_rows)  # num_tokens at which the request ends
         self.output_limit = _column(num_rows)  # prompt + max_tokens, or what the pool carries
         self.is_prefill_chunk: BoolArray = np.zeros(num_rows, dtype=np.bool_)
-        # Admitted with a long prefill: the prefill is limited to the share of long ones.
+        # Admitted with a long prefill, which gets tokens from the share of long prefills only.
         self.is_long: BoolArray = np.zeros(num_rows, dtype=np.bool_)
         self.is_walked: BoolArray = np.zeros(num_rows, dtype=np.bool_)  # stops need Python
-        # Number of the admission: tells the row's request from an earlier one in the same row.
+        # Number of the admission: distinguishes the row's request from earlier requests in the row.
         self.admission_id: Int64Array = np.full(num_rows, NO_ADMISSION, dtype=np.int64)
         self.key: Int64Array = np.zeros(num_rows, dtype=np.int64)
         # Column i: each row's i-th stop id (EOS included) or NO_STOP_ID.
         self.stop_columns: list[Int32Array] = []
-        # Only the used part of each row is ever touched, and so paged in.
+        # Only the used part of each row is ever touched and takes memory.
         self.token_ids: Int32Array = np.empty(
             (num_rows, config.max_model_len + config.num_spec_tokens + 1), dtype=np.int32
         )
@@ -74,7 +74,7 @@ class RequestTable:
 
     @property
     def free_rows(self) -> Sequence[int]:
-        """Rows without a request, the next one last."""
+        """Rows without a request; the row that is assigned next is last."""
         return self._free_rows
 
     def request(self, row: int) -> Request:
@@ -104,7 +104,7 @@ class RequestTable:
         self.num_registered[row] = 0
         output_limit = min(request.num_prompt_tokens + spec.max_tokens, _NO_LIMIT)
         self.length_limit[row] = min(output_limit, self._max_num_tokens)
-        # Where the pool is the limit, no KV slot is left for a token beyond it.
+        # Where the pool is the limit, there is no KV slot for a token beyond the limit.
         self.output_limit[row] = min(output_limit, self._pool_limit)
         self.is_prefill_chunk[row] = False
         self.is_long[row] = False
@@ -118,7 +118,7 @@ class RequestTable:
         return row
 
     def mark_long(self, row: int) -> None:
-        """Limit a row's prefill, which takes several steps, to the share of long ones."""
+        """Limit a row's prefill, which takes several steps, to the share of long prefills."""
         self.is_long[row] = self.is_prefill_chunk[row] = True
         self.num_long += 1
 

@@ -1,8 +1,8 @@
 """Gives running requests their tokens, in the order of their admission.
 
-Every request advances to the end of its known tokens, within the budget. Rows are served with a few
-vector operations, as far as free blocks cover them. For a row that they do not cover, victims are
-preempted until it fits or falls itself.
+Every request advances to the end of its known tokens, within the budget. A few vector operations
+serve all rows up to the first row for which free blocks do not suffice. For that row, victims are
+preempted until the row fits or is the victim itself.
 """
 
 import numpy as np
@@ -37,10 +37,10 @@ class RunningPass:
             self._note_held(batch)
 
     def _serve(self, batch: StepBatch, start: int) -> tuple[int, BatchColumns | None]:
-        """Serve rows from a position on, up to the first that free blocks do not cover.
+        """Serve rows from a position on, up to the first row for which free blocks do not suffice.
 
         Returns:
-            The position of that row and what it is to get; or the end and None.
+            The position of that row and the row's columns; or the end and None.
         """
         table = self._table
         rows = table.running_rows[start:].copy()
@@ -49,10 +49,10 @@ class RunningPass:
         if self._state.is_pipelined:
             goals = goals + table.num_placeholders[rows]
         wanted = self._wanted(batch, rows, goals, num_computed)
-        places = (wanted > 0).nonzero()[0]
+        indexes = (wanted > 0).nonzero()[0]
         columns = BatchColumns(rows, num_computed, wanted, goals)
-        if len(places) < len(rows):
-            columns = columns.take(places)
+        if len(indexes) < len(rows):
+            columns = columns.take(indexes)
         num_tokens = int(np.add.reduce(columns.num_scheduled))
         if num_tokens > batch.budget:
             num_cut = _cut(columns.num_scheduled, num_tokens - batch.budget)
@@ -61,10 +61,10 @@ class RunningPass:
         num_served = self._give(batch, columns, num_tokens)
         if num_served == len(columns.rows):
             return table.num_running, None
-        return start + int(places[num_served]), columns.take(slice(num_served, num_served + 1))
+        return start + int(indexes[num_served]), columns.take(slice(num_served, num_served + 1))
 
     def _give(self, batch: StepBatch, columns: BatchColumns, num_tokens: int) -> int:
-        """Schedule rows, up to the first that free blocks do not cover; returns how many.
+        """Schedule rows up to the first for which free blocks do not suffice; returns their number.
 
         num_tokens is the sum over all of columns.num_scheduled.
         """
@@ -91,7 +91,7 @@ class RunningPass:
         return num_served
 
     def _make_room(self, batch: StepBatch, position: int, columns: BatchColumns) -> int:
-        """Preempt victims until free blocks cover the one row of `columns`, and schedule it.
+        """Preempt victims until free blocks suffice for the row in `columns`, and schedule the row.
 
         Returns:
             The position to go on from; the end, when the row itself was preempted.
@@ -107,7 +107,7 @@ class RunningPass:
                 batch, victim_position, table.request(row), num_missing
             )
             if victim_row == row:
-                # Quirk of vLLM 0.27.1: rows behind it get nothing in this step.
+                # Quirk of vLLM 0.27.1: the rows behind this row get nothing in this step.
                 return table.num_running
             # Quirk of vLLM 0.27.1: if the victim stood before this row and got no tokens in this
             # pass, `position` is not decremented, so the next running request is skipped.
@@ -120,19 +120,20 @@ class RunningPass:
         return self._table.is_long[rows] & self._table.is_prefill_chunk[rows]
 
     def _long_prefills(self, rows: IntpArray) -> IntpArray:
-        """[num_long] places of rows within a long prefill, in the order in which they are served.
+        """[num_long] indexes of rows within a long prefill, in the order of service.
 
-        That is the running order, or the policy's where it can compare running requests.
+        The order is the policy's where ranks of running requests can be compared, otherwise the
+        running order.
         """
-        places, policy, table = (
+        indexes, policy, table = (
             self._is_long_prefill(rows).nonzero()[0],
             self._state.policy,
             self._table,
         )
-        if not policy.merges_queues or len(places) < 2:
-            return places
-        ranks = [policy.rank(table.request(row), 0) for row in rows[places].tolist()]
-        return places[sorted(range(len(places)), key=ranks.__getitem__)]
+        if not policy.merges_queues or len(indexes) < 2:
+            return indexes
+        ranks = [policy.rank(table.request(row), 0) for row in rows[indexes].tolist()]
+        return indexes[sorted(range(len(indexes)), key=ranks.__getitem__)]
 
     def _note_held(self, batch: StepBatch) -> None:
         """Count the step for requests whose long prefill got nothing in it."""
@@ -168,10 +169,10 @@ class RunningPass:
         if batch.is_deferring_prefills:
             wanted[table.is_prefill_chunk[rows]] = 0
         if table.num_long:
-            places = self._long_prefills(rows)
-            long = wanted[places]
+            indexes = self._long_prefills(rows)
+            long = wanted[indexes]
             before = np.cumsum(long) - long
-            wanted[places] = np.clip(batch.long_budget - before, 0, long)
+            wanted[indexes] = np.clip(batch.long_budget - before, 0, long)
         return wanted
 
 

@@ -62,7 +62,7 @@ class SchedulerState:
         self._deadlines: LazyHeap[int, int] = LazyHeap()
         self.requests: dict[int, Request] = {}
         self.flights: deque[Flight] = deque()
-        # Preempted requests with output in flight, by the id of the admission it belongs to.
+        # Preempted requests with output in flight, by the id of the output's admission.
         self.stale: dict[int, Request] = {}
         self.freed_rows: list[int] = []
         self._first_freed = 0.0
@@ -85,16 +85,16 @@ class SchedulerState:
         self.queues.add(request)
 
     def own(self, request: Request) -> None:
-        """Take a live request in, with its deadline, whichever queue or row it has."""
+        """Register a live request and its deadline; its queue or row is the caller's to set."""
         self.requests[request.key] = request
         if request.spec.deadline is not None:
             self._deadlines.push(request.key, request.spec.deadline, request.key)
 
     def preempt(self, row: int, cause: Victim | None) -> Request:
-        """Free the row and blocks of a request that left the running order, and queue it again.
+        """Free the row and blocks of a request that left the running order, and requeue it.
 
-        Output in flight is still delivered; without a cause (a reset of the prefix cache) it is
-        dropped.
+        Output in flight is still delivered, but dropped without a cause (a reset of the prefix
+        cache).
         """
         table = self.table
         request = table.request(row)
@@ -115,8 +115,8 @@ class SchedulerState:
     def pause_request(self, request: Request) -> None:
         """Pause a request, running or waiting, until `unpause_request`.
 
-        A running request loses its row and blocks as a preempted one does, and its output in flight
-        is still delivered.
+        A running request loses its row and blocks like a preempted request, and its output in
+        flight is still delivered.
         """
         row, num_computed = request.row, 0
         if row != NO_ROW:
@@ -139,7 +139,7 @@ class SchedulerState:
     def displace(
         self, batch: StepBatch, position: int, beneficiary: Request, num_needed: int
     ) -> bool:
-        """Preempt the request at a position for another one that needs its blocks or its slot.
+        """Preempt the request at a position, because `beneficiary` needs its blocks or its slot.
 
         Returns:
             Whether the victim had tokens in this step; they are returned to the budget.
@@ -216,7 +216,8 @@ class SchedulerState:
     def take_freed_rows(self, *, is_sent_anyhow: bool) -> Int32Array:
         """The rows that a plan reports as free.
 
-        If the plan has nothing else to send, they wait up to MAX_FREED_ROW_WAIT_S for one that has.
+        If the plan has nothing else to send, freed rows wait up to MAX_FREED_ROW_WAIT_S for a later
+        plan.
         """
         if not self.freed_rows or not (
             is_sent_anyhow or self.now >= self._first_freed + MAX_FREED_ROW_WAIT_S
@@ -232,7 +233,7 @@ class SchedulerState:
             int(flight.num_scheduled[flight.admission_ids == admission_id].sum())
             for flight in self.flights
         )
-        # Once some of a request's output in flight is to be dropped, all of it is.
+        # If some of a request's output in flight is to be dropped, all of the output is dropped.
         has_stale = request.num_stale_tokens > 0
         request.drop_stale = drop_output or (request.drop_stale and has_stale)
         if num_in_flight:
@@ -240,6 +241,6 @@ class SchedulerState:
             self.stale[admission_id] = request
 
     def forget_delivered(self) -> None:
-        """Forget requests whose stale output has come."""
+        """Forget requests whose stale output has arrived."""
         awaited = {int(i) for flight in self.flights for i in np.unique(flight.admission_ids)}
         self.stale = {i: request for i, request in self.stale.items() if i in awaited}

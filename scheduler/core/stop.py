@@ -12,10 +12,10 @@ End = tuple[RequestStatus, int | None]
 
 
 def stop_status(request: Request, token_ids: Int32Array, max_num_tokens: int) -> End | None:
-    """How a request ends, and by which stop token; None if it goes on.
+    """The final status of a request and the stop token, or None if the request goes on.
 
-    Tested in this order: EOS, stop ids, length, repetition. min_tokens holds back all but the
-    length. So an EOS as the last allowed token is STOPPED, not LENGTH_CAPPED.
+    Tested in this order: EOS, stop ids, length, repetition. Before min_tokens only the length is
+    tested. An EOS as the last allowed token gives STOPPED, not LENGTH_CAPPED.
 
     Args:
         token_ids: [num_tokens] prompt and generated tokens, the newest last.

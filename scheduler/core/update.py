@@ -1,7 +1,7 @@
 """Takes a step's sampled tokens: appends them, takes back rejected drafts, ends requests.
 
 Tokens of all rows are appended and compared with stop ids by a few vector operations; only rows
-that may have ended are looked at one by one.
+that may have ended are checked one by one.
 """
 
 from dataclasses import dataclass
@@ -34,9 +34,9 @@ class _Sampled:
     num_drafts: Int32Array | None  # [num_rows]
 
 
-# A request that ended, and a request's key and kept tokens, each with its place in the plan.
-_PlacedEnd = tuple[int, Request, End]
-_PlacedTokens = tuple[int, int, Int32Array]
+# A request that ended, and a request's key and kept tokens, each with its index in the plan.
+_IndexedEnd = tuple[int, Request, End]
+_IndexedTokens = tuple[int, int, Int32Array]
 _FAILED: End = (RequestStatus.ERROR, None)
 
 
@@ -54,7 +54,7 @@ class OutputUpdate:
         assert len(counts) == len(flight.rows), f"a result for {len(flight.rows)} rows"
         is_current = table.admission_id[flight.rows] == flight.admission_ids
         is_taken = is_current & (counts > 0)
-        ends: list[_PlacedEnd] = []
+        ends: list[_IndexedEnd] = []
         if result.failed_rows:
             has_failed = is_current & np.isin(flight.rows, result.failed_rows)
             is_taken &= ~has_failed
@@ -64,7 +64,7 @@ class OutputUpdate:
         num_kept = self._append(sampled, ends)
         keys, token_ids = table.key[sampled.rows], sampled.token_ids
         if ends and len(token_ids) > len(keys):
-            is_kept = _places(sampled.counts) < np.repeat(num_kept, sampled.counts)
+            is_kept = _ranks(sampled.counts) < np.repeat(num_kept, sampled.counts)
             token_ids = token_ids[is_kept]
         if self._state.stale:
             kept = list(
@@ -77,7 +77,7 @@ class OutputUpdate:
             )
             keys, num_kept, token_ids = self._with_stale(flight, result, is_current, kept, ends)
         # Blocks become free in the order of the plan.
-        ends.sort(key=lambda placed: placed[0])
+        ends.sort(key=lambda entry: entry[0])
         finished = tuple(self._state.finish(request, *end) for _, request, end in ends)
         if finished:
             table.keep_running(table.admission_id[table.running_rows] != NO_ADMISSION)
@@ -114,9 +114,9 @@ class OutputUpdate:
         rows, num_drafts = rows[is_taken], num_drafts[is_taken]
         table.num_drafts[rows] = num_drafts
         lines = np.repeat(rows, num_drafts)
-        table.draft_ids[lines, _places(num_drafts)] = draft_token_ids
+        table.draft_ids[lines, _ranks(num_drafts)] = draft_token_ids
 
-    def _append(self, sampled: _Sampled, ends: list[_PlacedEnd]) -> Int32Array:
+    def _append(self, sampled: _Sampled, ends: list[_IndexedEnd]) -> Int32Array:
         """Give rows their tokens, up to each one's end.
 
         Returns:
@@ -132,8 +132,8 @@ class OutputUpdate:
             may_end |= table.is_walked[rows]
         is_single = len(tokens) == len(rows)
         lines = rows if is_single else np.repeat(rows, counts)
-        places = before if is_single else np.repeat(before, counts) + _places(counts)
-        table.token_ids[lines, places] = tokens
+        columns = before if is_single else np.repeat(before, counts) + _ranks(counts)
+        table.token_ids[lines, columns] = tokens
         for stop_ids in table.stop_columns:
             is_stop = tokens == stop_ids[lines]
             if not is_single:
@@ -162,7 +162,7 @@ class OutputUpdate:
             table.num_placeholders[sampled.rows] -= num_rejected
 
     def _settle(self, rows: IntpArray, num_kept: Int32Array) -> None:
-        """Tokens that were in flight are known now, so the blocks they fill are registered."""
+        """Count tokens in flight as known, and register the blocks that these tokens fill."""
         table = self._table
         num_placeholders = table.num_placeholders[rows] - num_kept
         table.num_placeholders[rows] = num_placeholders
@@ -174,13 +174,13 @@ class OutputUpdate:
         flight: Flight,
         result: StepResult,
         is_current: BoolArray,
-        kept: list[_PlacedTokens],
-        ends: list[_PlacedEnd],
+        kept: list[_IndexedTokens],
+        ends: list[_IndexedEnd],
     ) -> tuple[Int64Array, Int32Array, Int32Array]:
         """Deliver output from before preemptions, too.
 
         Returns:
-            What a StepOutput has of all: keys, num_new_tokens, token_ids, in the order of the plan.
+            The StepOutput's keys, num_new_tokens and token_ids of all requests, in plan order.
         """
         sampled = _split(result.token_ids, result.num_sampled_tokens)
         for index in (~is_current).nonzero()[0].tolist():
@@ -193,7 +193,7 @@ class OutputUpdate:
                 kept.append((index, request.key, tokens[:num_kept]))
             if end is not None:
                 ends.append((index, request, end))
-        kept.sort(key=lambda placed: placed[0])
+        kept.sort(key=lambda entry: entry[0])
         return (
             np.array([key for _, key, _ in kept], dtype=np.int64),
             np.array([len(tokens) for _, _, tokens in kept], dtype=np.int32),
@@ -241,7 +241,7 @@ def _sampled(flight: Flight, result: StepResult, is_taken: BoolArray) -> _Sample
     )
 
 
-def _places(counts: Int32Array) -> Int32Array:
+def _ranks(counts: Int32Array) -> Int32Array:
     """[sum(counts)] 0, 1, .. within each count."""
     ends = np.cumsum(counts)
     total = int(ends[-1]) if len(ends) else 0

@@ -28,7 +28,7 @@ _DISPLACING_REASONS = frozenset(
 
 @dataclass(frozen=True, slots=True)
 class Fit:
-    """What a waiting request gets if it is admitted now."""
+    """The tokens and cached blocks that a waiting request gets if it is admitted now."""
 
     hit: PrefixHit
     num_new_tokens: int
@@ -84,7 +84,7 @@ class WaitingPass:
             batch.num_behind_head = len(queues) - 1
 
     def _note_held(self, batch: StepBatch) -> None:
-        """Give the head of `held` as a reason for all that still wait, if there is none yet."""
+        """Note that the head of `held` waits for long prefills, unless the step has noted one."""
         held, reason = self._state.queues.held, WaitReason.LONG_PREFILLS
         if held and all(fact.reason is not reason for fact in batch.passed_over):
             self._pass_over(batch, held.head(), reason)
@@ -104,10 +104,11 @@ class WaitingPass:
 
         Returns:
             Whether to go on with the next request. A request that waits only for other long
-            prefills does not block those behind it.
+            prefills does not block the requests behind it.
         """
         if any(victim.key == request.key for victim in batch.victims):
-            # A request displaced in this step is not admitted in it, or two would take turns.
+            # A request that was displaced in this step is not admitted in the same step, or two
+            # requests would displace each other in turn.
             full = WaitReason.PREEMPTION
         fit = self._fit(batch, request) if full is None else _passed_over(request, full)
         if isinstance(fit, Fit):
@@ -125,7 +126,8 @@ class WaitingPass:
     def _displace_for(self, batch: StepBatch, request: Request, lack: PassedOver) -> bool:
         """Preempt the policy's victim for a waiting request that may displace it.
 
-        False when it may not, or when the blocks of all that it may displace would not suffice.
+        False when the policy forbids that, or when the blocks of all requests that may be displaced
+        would not suffice.
         """
         state = self._state
         if not state.table.num_running:
@@ -142,7 +144,7 @@ class WaitingPass:
     def _would_help(
         self, batch: StepBatch, request: Request, lack: PassedOver, victim: Request
     ) -> bool:
-        """Whether the request fits once the victim, and perhaps further ones, are preempted."""
+        """Whether the request fits once the victim, and possibly further victims, are preempted."""
         if lack.reason is WaitReason.BUDGET:
             if batch.budget > 0 or not batch.has(victim.row):
                 return False
@@ -156,8 +158,8 @@ class WaitingPass:
     def _num_obtainable_blocks(self, request: Request, hit: PrefixHit) -> int:
         """Blocks that are free once every request that may be displaced has lost its own.
 
-        The request's prefix hits do not count: while they are referenced, it needs no free blocks
-        for them.
+        The request's prefix hits do not count: while these blocks are referenced, the request needs
+        no free blocks in their stead.
         """
         state = self._state
         hits = set(hit.block_ids)
@@ -172,7 +174,7 @@ class WaitingPass:
         )
 
     def _not_ready(self, request: Request) -> WaitReason | None:
-        """What a request waits for outside the scheduler; None if nothing.
+        """The event outside the scheduler that a request waits for, if any.
 
         A blocked request that became ready changes to WAITING here.
         """
@@ -187,7 +189,7 @@ class WaitingPass:
         return None
 
     def _fit(self, batch: StepBatch, request: Request) -> Fit | PassedOver:
-        """What a request gets if it is admitted now, or why it has to wait."""
+        """The Fit of a request that can be admitted now, or why the request has to wait."""
         config = self._config
         hit = self._state.kv.find_prefix(request)
         num_tokens = len(request.token_ids)
@@ -201,18 +203,18 @@ class WaitingPass:
             num_new += num_drafts
             if num_new > batch.budget or hit.num_tokens + num_new > config.max_model_len:
                 return _passed_over(request, WaitReason.BUDGET)
-        # Quirk of vLLM 0.27.1: a threshold below 1 + num_spec_tokens cuts the padded tokens, and
-        # leaves num_drafts as it is.
+        # Quirk of vLLM 0.27.1: a threshold below 1 + num_spec_tokens cuts the padded tokens, but
+        # not num_drafts.
         is_long = 0 < config.long_prefill_token_threshold < num_new
         if is_long:
             num_new = min(config.long_prefill_token_threshold, batch.long_budget)
             if num_new <= 0:
                 if not outranks_long_prefills(self._state, request):
                     return _passed_over(request, WaitReason.LONG_PREFILLS)
-                # One token admits it, and from the next step on it is served before the others.
+                # One token admits the request, which is served first from the next step on.
                 num_new = 1
-        # Without chunked prefill, a request longer than a whole budget would wait for ever, so it
-        # is chunked all the same.
+        # Without chunked prefill, a request longer than a whole budget would wait for ever, so such
+        # a request is chunked nevertheless.
         is_whole = not config.enable_chunked_prefill and num_new <= config.max_num_batched_tokens
         if is_whole and num_new > batch.budget:
             return _passed_over(request, WaitReason.BUDGET)

@@ -11,8 +11,8 @@ import msgspec
 
 from scheduler.replay.reader import UNPACK_ERRORS, read_traces
 from scheduler.replay.replay import first_difference
-from scheduler.replay.trace import TraceRecord
-from scheduler.replay.what_if import RunOutcome, changed, recorded_outcome, settings, try_settings
+from scheduler.replay.trace import TraceRecord, trace_config
+from scheduler.replay.what_if import RunOutcome, changed, recorded_outcome, try_settings
 
 # Errors that well-formed but inconsistent records can raise: unknown names, mismatched lengths,
 # blocks that are held twice, tables too large for memory.
@@ -83,7 +83,7 @@ def _short(value: Any) -> str:
 
 def _print_outcomes(name: str, trace: TraceRecord, changes: Sequence[str]) -> None:
     try:
-        config = changed(settings(trace), changes)
+        config = changed(trace_config(trace), changes)
     except ValueError as error:
         raise click.BadParameter(str(error), param_hint="--set") from error
     tried = try_settings(trace, config)

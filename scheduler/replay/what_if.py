@@ -18,7 +18,7 @@ from scheduler.core.plan import Pause, SchedulerConfig, StepPlan, StepResult
 from scheduler.core.scheduler import SchedulerCore
 from scheduler.replay.replay import apply_inputs
 from scheduler.replay.schema import HeadRecord
-from scheduler.replay.trace import TraceRecord, header, trace_config, trace_request
+from scheduler.replay.trace import TraceRecord, header, trace_request
 
 # A run that needs this many times the recording's steps is assumed to never end.
 MAX_STEPS_FACTOR = 50
@@ -37,11 +37,6 @@ class RunOutcome:
     num_cached_tokens: int
     mean_steps_waited: float
     max_steps_waited: int
-
-
-def settings(trace: TraceRecord) -> SchedulerConfig:
-    """The settings that a trace was recorded with."""
-    return trace_config(trace)
 
 
 def changed(config: SchedulerConfig, changes: Sequence[str]) -> SchedulerConfig:

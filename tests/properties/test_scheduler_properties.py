@@ -20,9 +20,10 @@ from scheduler.core.plan import (
 from scheduler.replay.recorder import Recorder
 from scheduler.replay.replay import first_difference
 from scheduler.replay.schema import decode_head, decode_step
-from scheduler.replay.trace import Record, assemble
+from scheduler.replay.trace import TraceRecord
 from tests.scheduler.core.building import check_book
 from tests.scheduler.core.plain import PlainRecorder
+from tests.scheduler.replay.assembling import assemble
 
 EOS = 2
 MAX_MODEL_LEN = 48
@@ -86,9 +87,9 @@ class SchedulerMachine(RuleBasedStateMachine):
         self.has_ties = has_ties
         self.random = np.random.default_rng(seed)
         self.now = 0.0
-        self.records: tuple[list[Record], list[Record]] = ([], [])
+        self.records: tuple[list[TraceRecord], list[TraceRecord]] = ([], [])
         # The first core's records, in files that each begin where the one before ended.
-        self.files: list[list[Record]] = []
+        self.files: list[list[TraceRecord]] = []
         self.cores = (
             Recorder(config, self._record),
             PlainRecorder(config, self.records[1].append),
@@ -196,7 +197,7 @@ class SchedulerMachine(RuleBasedStateMachine):
         for number, records in enumerate(self.files):
             lines = [json.dumps(record) for record in records]
             read = [decode_head(lines[0]), *map(decode_step, lines[1:])]
-            trace = assemble(cast("list[Record]", read))
+            trace = assemble(cast("list[TraceRecord]", read))
             difference = first_difference(trace)
             assert difference is None, f"file {number}: {difference}"
 
@@ -240,7 +241,7 @@ class SchedulerMachine(RuleBasedStateMachine):
         for core in self.cores:
             core.continue_request(key)
 
-    def _record(self, record: Record) -> None:
+    def _record(self, record: TraceRecord) -> None:
         self.records[0].append(record)
         self.files[-1].append(record)
 

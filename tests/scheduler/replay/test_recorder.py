@@ -9,8 +9,8 @@ import pytest
 from scheduler.replay.recorder import Recorder
 from scheduler.replay.replay import first_difference
 from scheduler.replay.schema import decode_head, decode_step
-from scheduler.replay.trace import TraceRecord, header
-from scheduler.replay.what_if import recorded_outcome, settings, try_settings
+from scheduler.replay.trace import TraceRecord, header, trace_config
+from scheduler.replay.what_if import recorded_outcome, try_settings
 from tests.scheduler.core.building import Driver, new_request, scheduler_config
 from tests.scheduler.replay.assembling import assemble
 
@@ -135,7 +135,7 @@ def test_a_recording_with_pauses_replays_from_wherever_it_begins() -> None:
 
 def test_other_settings_are_tried_with_the_recordings_pauses() -> None:
     for trace in run_with_pauses(records_a_file=20):
-        tried, recorded = try_settings(trace, settings(trace)), recorded_outcome(trace)
+        tried, recorded = try_settings(trace, trace_config(trace)), recorded_outcome(trace)
         assert tried.num_output_tokens >= recorded.num_output_tokens
         assert tried.num_finished >= recorded.num_finished
 
