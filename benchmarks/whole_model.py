@@ -23,7 +23,7 @@ from benchmarks.random_model import RandomSource
 from benchmarks.tables import Table
 from gpuworker.config import KvCacheSettings, WorkerSettings
 from gpuworker.core.plan import AssignedRequest, Int32Array, ReceivedPlan, SamplingSettings
-from gpuworker.engine import engine_of
+from gpuworker.engine import load_engine
 from gpuworker.kv_pool import KvPoolError
 from gpuworker.runner import ModelRunner, PendingStep
 
@@ -147,10 +147,10 @@ def ours(task: Task) -> Speeds:
     )
     kv_cache = KvCacheSettings(block_size=BLOCK_SIZE)
 
-    def nobody(_done: int, _all: int) -> None:
+    def ignore(_done: int, _all: int) -> None:
         """Progress is not shown."""
 
-    engine = engine_of(source, settings, kv_cache, loading=nobody, capturing=nobody)
+    engine = load_engine(settings, kv_cache, source, loading=ignore, capturing=ignore)
     runner = engine.runner
     # The first requests of a size are a warm-up: kernels and buffers are created once.
     Requests(runner, task, 1).prefill()

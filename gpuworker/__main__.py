@@ -127,17 +127,17 @@ def _load(settings: WorkerSettings, kv_cache: KvCacheSettings) -> Any:
     from gpuworker.kv_pool import KvPoolError
     from gpuworker.machine import keep_freed_memory, num_compute_threads
     from gpuworker.models.errors import UnsupportedModelError, WeightError
+    from gpuworker.models.source import open_source
 
     keep_freed_memory()
     torch.set_num_threads(settings.num_threads or num_compute_threads())
     started = time.monotonic()
     say("reading the weights")
     try:
-        path = resolve(settings.model)
         engine = load_engine(
             settings,
             kv_cache,
-            path,
+            open_source(resolve(settings.model)),
             loading=_Progress("reading the weights: {} of {} tensors"),
             capturing=_Progress("capturing CUDA graphs: {} of {}"),
         )

@@ -4,7 +4,6 @@ import logging
 import time
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
-from pathlib import Path
 
 import torch
 
@@ -38,7 +37,7 @@ from gpuworker.machine import give_back_freed_memory, gpu_driver
 from gpuworker.models.config import ModelConfig
 from gpuworker.models.decoder import Decoder
 from gpuworker.models.loader import ReportCount, load_decoder, with_max_model_len
-from gpuworker.models.source import WeightSource, open_source
+from gpuworker.models.source import WeightSource
 from gpuworker.runner import ModelRunner
 from gpuworker.sampling.sampler import Sampler
 from gpuworker.step_inputs import InputStaging
@@ -92,7 +91,7 @@ class DeviceParts:
 def load_engine(
     settings: WorkerSettings,
     kv_cache: KvCacheSettings,
-    model: Path,
+    source: WeightSource,
     *,
     loading: ReportCount,
     capturing: ReportCount,
@@ -105,7 +104,7 @@ def load_engine(
     Args:
         settings: of the worker.
         kv_cache: of its pool.
-        model: a file or folder.
+        source: the model's weights; its configuration gets the context length of the settings.
         loading: told how many tensors are loaded.
         capturing: told how many graphs are captured.
         parts: the device's own by default.
@@ -115,20 +114,6 @@ def load_engine(
         KvPoolError: there is no memory for a KV pool.
         ValueError: a setting does not fit the model or the machine.
     """
-    source = open_source(model)
-    return engine_of(source, settings, kv_cache, loading=loading, capturing=capturing, parts=parts)
-
-
-def engine_of(
-    source: WeightSource,
-    settings: WorkerSettings,
-    kv_cache: KvCacheSettings,
-    *,
-    loading: ReportCount,
-    capturing: ReportCount,
-    parts: DeviceParts | None = None,
-) -> LoadedModel:
-    """Does the same as load_engine, with weights from any source."""
     if settings.num_spec_tokens < 0:
         raise ValueError("num-spec-tokens must be at least 0")
     device = _device(settings.device)

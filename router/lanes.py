@@ -15,7 +15,7 @@ from collections.abc import Iterator
 from headrace.service.errors import ServiceError, exhausted
 from router.text.child import Task
 from router.text.errors import TextProcessError
-from router.text.jobs import Answer, Job, Prepare, Render
+from router.text.jobs import Job, JobAnswer, Prepare, Render
 from router.text.processes import TextProcess, TextProcesses
 
 # About 20 ms of tokenization: the longest that one short text may delay another.
@@ -51,7 +51,7 @@ class Lanes:
         lanes = (self.short_render, self.short, self.big_render, self.big)
         return sum(lane.num_waiting_chars for lane in lanes)
 
-    async def run(self, job: Job, num_chars: int) -> Answer:
+    async def run(self, job: Job, num_chars: int) -> JobAnswer:
         """The job's answer from a child of the lane for its size; raises as `Lane.run` does."""
         is_short = num_chars <= _MAX_SHORT_CHARS
         if isinstance(job, Render | Prepare):
@@ -87,7 +87,7 @@ class Lane:
         self._overtime: dict[_Slot, TextProcess] = {}
         self.num_waiting_chars = 0
 
-    async def run(self, job: Job, num_chars: int) -> Answer:
+    async def run(self, job: Job, num_chars: int) -> JobAnswer:
         """The job's answer; RESOURCE_EXHAUSTED when too much text is waiting.
 
         Raises TextProcessError when the job exceeds its limits.

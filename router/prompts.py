@@ -20,12 +20,12 @@ from router.request import Int32Array
 from router.text.control_tokens import ChatText
 from router.text.errors import ChatTemplateError, TextProcessError
 from router.text.jobs import (
-    Answer,
     Done,
     Encode,
     EncodeBadWords,
     EncodeChat,
     Job,
+    JobAnswer,
     JobFailed,
     Prepare,
     Refused,
@@ -218,7 +218,7 @@ class PromptReader:
         logger.error("%s of %s: %s", type(job).__name__, job.model, answer.message)
         raise internal("TOKENIZER_FAILED", "the model's tokenizer failed; see the router's log")
 
-    async def _answer(self, job: Job, num_chars: int, *, is_known: bool) -> Answer:
+    async def _answer(self, job: Job, num_chars: int, *, is_known: bool) -> JobAnswer:
         """The job's answer, from this process or a child.
 
         A template that exceeds the limits is the caller's error, a tokenizer that does is ours.

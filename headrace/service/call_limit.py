@@ -24,7 +24,7 @@ class CallLimit:
         return len(self._opened)
 
     @contextlib.asynccontextmanager
-    async def admitted(self) -> AsyncIterator[None]:
+    async def open_call(self) -> AsyncIterator[None]:
         """Counts the block as an open call; RESOURCE_EXHAUSTED when a newer call ends the block."""
         now = asyncio.get_running_loop().time()
         self._make_room(now)

@@ -58,7 +58,7 @@ class Health(health_pb2_grpc.HealthServicer):
         unknown = _Status(status=_Status.SERVICE_UNKNOWN)
         is_known = request.service in self._names
         last = None
-        async with self.watchers.admitted():
+        async with self.watchers.open_call():
             while True:
                 changed = self._changed
                 status = self._status if is_known else unknown

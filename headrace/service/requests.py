@@ -58,7 +58,7 @@ class RequestInterceptor(HandlerInterceptor):
                 raise malformed(error) from error
 
         async def read_one(context: Any) -> Message:
-            async with self._reads.admitted():
+            async with self._reads.open_call():
                 data = await _only(context)
             if len(data) <= _MAX_SMALL_BYTES:
                 return decode(data)
@@ -69,7 +69,7 @@ class RequestInterceptor(HandlerInterceptor):
                 return decode(data)
 
         async def read_health(context: Any) -> Message:
-            async with self._health_reads.admitted():
+            async with self._health_reads.open_call():
                 data = await _only(context)
             if len(data) > _MAX_HEALTH_BYTES:
                 raise exhausted("TOO_LARGE", f"send at most {_MAX_HEALTH_BYTES} bytes")

@@ -103,10 +103,10 @@ class JobFailed(msgspec.Struct, frozen=True, tag=True):
     message: str
 
 
-Answer = Done | Refused | JobFailed
+JobAnswer = Done | Refused | JobFailed
 
 
-def perform(job: Job, models: Mapping[str, ModelText]) -> Answer:
+def perform(job: Job, models: Mapping[str, ModelText]) -> JobAnswer:
     """Execute a job; raises only exceptions that end the process or cancel the task."""
     try:
         return Done(job.of(models[job.model]))

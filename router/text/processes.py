@@ -22,7 +22,7 @@ import msgspec
 from headrace.service.children import tied_to_us
 from router.text.child import Task, fork_server
 from router.text.errors import TextProcessError
-from router.text.jobs import Answer
+from router.text.jobs import JobAnswer
 from router.text.tokenizer import ModelText
 
 _LENGTH = struct.Struct("<I")
@@ -41,7 +41,7 @@ class TextProcess:
         self._jobs = jobs
         self._pid = 0
 
-    async def call(self, task: Task) -> Answer:
+    async def call(self, task: Task) -> JobAnswer:
         """Send a task and wait for the answer; TextProcessError when the child ended instead.
 
         After any exception, including cancellation, the child is dead.
@@ -49,7 +49,7 @@ class TextProcess:
         try:
             async with asyncio.timeout(_MAX_WAIT_S):
                 await _send(self._jobs, msgspec.msgpack.encode(task))
-                return msgspec.msgpack.decode(await _receive(self._jobs), type=Answer)
+                return msgspec.msgpack.decode(await _receive(self._jobs), type=JobAnswer)
         except (OSError, EOFError) as error:  # a TimeoutError is an OSError
             self.kill()
             raise TextProcessError("the process that works on texts ended") from error

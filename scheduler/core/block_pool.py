@@ -51,17 +51,17 @@ class BlockPool:
         """Requests that hold the block."""
         return self._num_refs[block_id]
 
-    def take(self, count: int) -> list[int]:
+    def allocate(self, count: int) -> list[int]:
         """Allocate the first `count` free blocks; their cached contents are evicted."""
         pop, num_refs, digests = self._free.popitem, self._num_refs, self._digest_by_block
-        taken = []
+        allocated = []
         for _ in range(count):
             block_id = pop(last=False)[0]
             if digests[block_id] is not None:
                 self._forget(block_id)
             num_refs[block_id] = 1
-            taken.append(block_id)
-        return taken
+            allocated.append(block_id)
+        return allocated
 
     def touch(self, block_ids: Iterable[int]) -> None:
         """Reference cached blocks once more; free ones leave the free list."""

@@ -82,7 +82,7 @@ class KvCache:
         num_hits = len(hit.block_ids)
         self.pool.touch(hit.block_ids)
         num_blocks = self.blocks_for(hit.num_tokens + num_new_tokens + self.num_lookahead)
-        block_ids = hit.block_ids + self.pool.take(max(num_blocks - num_hits, 0))
+        block_ids = hit.block_ids + self.pool.allocate(max(num_blocks - num_hits, 0))
         table.block_table[row, : len(block_ids)] = block_ids
         table.num_blocks[row] = len(block_ids)
         if self._is_caching:
@@ -129,7 +129,7 @@ class KvCache:
             num_served = int(np.searchsorted(ends, self.pool.num_free, side="right"))
             total = int(ends[num_served - 1]) if num_served else 0
             rows, num_missing = rows[:num_served], num_missing[:num_served]
-        block_ids = self.pool.take(total)
+        block_ids = self.pool.allocate(total)
         before = table.num_blocks[rows]
         grown_rows = rows
         if total == num_served and not self.num_lookahead:  # one block for each row

@@ -137,7 +137,7 @@ class RequestTable:
         """Position of a row in the running order."""
         return int((self.running_rows == row).nonzero()[0][0])
 
-    def leave(self, position: int) -> int:
+    def stop_running(self, position: int) -> int:
         """Remove the row at a position from the running order, and return it."""
         order = self._order
         row = int(order[position])

@@ -163,7 +163,7 @@ class SchedulerCore:
         state = self.state
         preempted = []
         while reset_running and state.table.num_running:
-            row = state.table.leave(state.table.num_running - 1)
+            row = state.table.stop_running(state.table.num_running - 1)
             preempted.append(state.preempt(row, cause=None).key)
         is_reset = state.kv.pool.num_free == state.kv.pool.num_usable
         if is_reset:
@@ -177,9 +177,9 @@ class SchedulerCore:
         if self.state.pause is not Pause.PAUSED_ALL:
             self._running_pass.run(batch)
         if batch.victims:
-            self._waiting_pass.hold(batch, WaitReason.PREEMPTION)
+            self._waiting_pass.admit_none(batch, WaitReason.PREEMPTION)
         elif self.state.pause is not Pause.UNPAUSED:
-            self._waiting_pass.hold(batch, WaitReason.PAUSED)
+            self._waiting_pass.admit_none(batch, WaitReason.PAUSED)
         else:
             self._waiting_pass.run(batch)
         columns = batch.columns()

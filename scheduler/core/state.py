@@ -121,7 +121,7 @@ class SchedulerState:
         row, num_computed = request.row, 0
         if row != NO_ROW:
             num_computed = self.table.num_computed.item(row)
-            self.table.leave(self.table.position(row))
+            self.table.stop_running(self.table.position(row))
             self._note_output_in_flight(request, row, drop_output=False)
             self._free_row(row)
             request.status = RequestStatus.PREEMPTED
@@ -144,7 +144,7 @@ class SchedulerState:
         Returns:
             Whether the victim had tokens in this step; they are returned to the budget.
         """
-        row = self.table.leave(position)
+        row = self.table.stop_running(position)
         request = self.table.request(row)
         was_scheduled = batch.refund(row)
         victim = Victim(
@@ -195,7 +195,7 @@ class SchedulerState:
         if request is None:
             return None
         if request.row != NO_ROW:
-            self.table.leave(self.table.position(request.row))
+            self.table.stop_running(self.table.position(request.row))
         return self.finish(request, status)
 
     def expire(self) -> tuple[FinishedRequest, ...]:

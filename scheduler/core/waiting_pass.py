@@ -76,7 +76,7 @@ class WaitingPass:
         queues.put_back(skipped)
         batch.num_behind_head = len(queues) - len(batch.passed_over)
 
-    def hold(self, batch: StepBatch, reason: WaitReason) -> None:
+    def admit_none(self, batch: StepBatch, reason: WaitReason) -> None:
         """Admit no request in this step."""
         queues = self._state.queues
         if (queue := queues.next_queue()) is not None:

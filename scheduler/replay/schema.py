@@ -16,7 +16,7 @@ _MAX_INT32 = 2**31 - 1
 Count = Annotated[int, Meta(ge=0, le=_MAX_INT32)]
 # -1 is a draft whose token is not known yet.
 Token = Annotated[int, Meta(ge=-1, le=_MAX_INT32)]
-Tokens = list[Token]
+TokenIds = list[Token]
 Int64 = Annotated[int, Meta(ge=-(2**63), le=2**63 - 1)]
 Length = Annotated[int, Meta(ge=1, le=1 << 24)]
 Names = list[str]
@@ -61,16 +61,16 @@ class TracedRequest(TypedDict):
     """A request."""
 
     arrival_time: float
-    prompt: Annotated[Tokens, Meta(min_length=1)]
+    prompt: Annotated[TokenIds, Meta(min_length=1)]
     max_tokens: Count
     priority: NotRequired[Int64]
     min_tokens: NotRequired[Count]
-    stop_token_ids: NotRequired[Tokens]
+    stop_token_ids: NotRequired[TokenIds]
     cache_salt: NotRequired[str | None]
     skip_reading_prefix_cache: NotRequired[bool]
     use_eos: NotRequired[bool]
-    eos_token_ids: NotRequired[Tokens | None]
-    output: NotRequired[Tokens]
+    eos_token_ids: NotRequired[TokenIds | None]
+    output: NotRequired[TokenIds]
     deadline: NotRequired[float | None]
     blocked_until: NotRequired[int]
     repetition: NotRequired[RepetitionRecord | None]
@@ -86,7 +86,7 @@ class PlanRecord(TypedDict):
     hit: NotRequired[dict[str, Count]]
     preempted: NotRequired[Names]
     preempt_info: NotRequired[list[list[str | int]]]
-    spec: NotRequired[dict[str, Tokens]]
+    spec: NotRequired[dict[str, TokenIds]]
     blocks: NotRequired[dict[str, list[Count]]]
     finished_ids: NotRequired[Names]
     common_prefix: NotRequired[Count]
@@ -97,7 +97,7 @@ class OutputRecord(TypedDict):
     """A step's output for one request."""
 
     id: str
-    tokens: Tokens
+    tokens: TokenIds
     finish: NotRequired[str]
     stop_reason: NotRequired[str | int]
     cached: NotRequired[Count]
@@ -107,7 +107,7 @@ class UpdateRecord(TypedDict):
     """A step's result, and the core's output for the result."""
 
     of: Count
-    sampled: dict[str, Tokens]
+    sampled: dict[str, TokenIds]
     out: list[OutputRecord]
     pc: NotRequired[list[Count]]
     failed: NotRequired[Names]
@@ -141,7 +141,7 @@ class StepRecord(TypedDict):
     sched: NotRequired[PlanRecord]
     abort_mid: NotRequired[Names]
     update: NotRequired[UpdateRecord]
-    drafts: NotRequired[dict[str, Tokens]]
+    drafts: NotRequired[dict[str, TokenIds]]
     state: StateRecord
     # Only in recordings: the requests named in `add`.
     requests: NotRequired[dict[str, TracedRequest]]
@@ -151,7 +151,7 @@ class LiveRecord(TypedDict):
     """A live request of a snapshot; the optional fields are set for a running request."""
 
     status: str
-    output: Tokens
+    output: TokenIds
     is_ready: bool
     num_preemptions: Count
     num_cached_tokens: Int64
@@ -159,7 +159,7 @@ class LiveRecord(TypedDict):
     drop_stale: bool
     status_after_pause: NotRequired[str]
     num_computed: NotRequired[Count]
-    drafts: NotRequired[Tokens]
+    drafts: NotRequired[TokenIds]
     num_placeholders: NotRequired[Count]
     blocks: NotRequired[list[Count]]
     num_registered: NotRequired[Count]

@@ -17,6 +17,12 @@ from scheduler.core.policy import POLICIES, policy_name
 TraceRecord = dict[str, Any]
 
 SCHEMA = "vllm-sched-trace/1"
+# Settings with the same name and values in a SchedulerConfig.
+_SAME_FIELDS = (
+    *("block_size", "num_gpu_blocks", "max_model_len", "max_num_batched_tokens", "max_num_seqs"),
+    *("long_prefill_token_threshold", "long_prefill_share", "enable_chunked_prefill"),
+    *("enable_prefix_caching", "watermark", "num_spec_tokens", "spec_kind"),
+)
 
 
 def header(config: SchedulerConfig, name: str) -> TraceRecord:
@@ -26,22 +32,11 @@ def header(config: SchedulerConfig, name: str) -> TraceRecord:
         "name": name,
         "oracle": {"package": "headrace", "pipeline_depth": config.pipeline_depth},
         "config": {
-            "block_size": config.block_size,
-            "num_gpu_blocks": config.num_gpu_blocks,
-            "max_model_len": config.max_model_len,
-            "max_num_batched_tokens": config.max_num_batched_tokens,
+            **{field: getattr(config, field) for field in _SAME_FIELDS},
             "max_num_scheduled_tokens": None,
-            "max_num_seqs": config.max_num_seqs,
-            "long_prefill_token_threshold": config.long_prefill_token_threshold,
-            "long_prefill_share": config.long_prefill_share,
-            "enable_chunked_prefill": config.enable_chunked_prefill,
             "policy": POLICIES[config.policy].name,
             "priority_preemption": POLICIES[config.policy].displaces,
-            "enable_prefix_caching": config.enable_prefix_caching,
-            "watermark": config.watermark,
             "scheduler_reserve_full_isl": config.reserve_full_sequence,
-            "num_spec_tokens": config.num_spec_tokens,
-            "spec_kind": config.spec_kind,
             "async_scheduling": config.pipeline_depth > 1,
         },
         "eos_token_id": None,
@@ -81,24 +76,13 @@ def request_record(request: NewRequest, arrival: int) -> TraceRecord:
 
 def trace_config(trace: TraceRecord) -> SchedulerConfig:
     """The settings a trace was recorded with."""
-    config = trace["config"]
+    config = dict(trace["config"])
+    if budget := config.get("max_num_scheduled_tokens"):
+        config["max_num_batched_tokens"] = budget
     return SchedulerConfig(
-        block_size=config["block_size"],
-        num_gpu_blocks=config["num_gpu_blocks"],
-        max_model_len=config["max_model_len"],
-        max_num_batched_tokens=(
-            config.get("max_num_scheduled_tokens") or config["max_num_batched_tokens"]
-        ),
-        max_num_seqs=config["max_num_seqs"],
-        long_prefill_token_threshold=config["long_prefill_token_threshold"],
-        long_prefill_share=config.get("long_prefill_share", 1.0),
-        enable_chunked_prefill=config["enable_chunked_prefill"],
+        **{field: config[field] for field in _SAME_FIELDS if field in config},
         policy=policy_name(config["policy"], displaces=config.get("priority_preemption", False)),
-        enable_prefix_caching=config["enable_prefix_caching"],
-        watermark=config["watermark"],
         reserve_full_sequence=config["scheduler_reserve_full_isl"],
-        num_spec_tokens=config["num_spec_tokens"],
-        spec_kind=config["spec_kind"],
         pipeline_depth=trace["oracle"]["pipeline_depth"],
     )
 

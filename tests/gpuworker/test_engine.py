@@ -33,7 +33,7 @@ def load(folder: Path, parts: DeviceParts | None = None, **settings: object) -> 
     return load_engine(
         WorkerSettings(**given),
         KvCacheSettings(**of_pool),
-        folder,
+        open_source(folder),
         loading=lambda *_: None,
         capturing=lambda *_: None,
         parts=parts,

@@ -184,12 +184,13 @@ def checkpoint(tmp_path_factory):
 def engine(checkpoint, *, utilization=0.3, **settings):
     from gpuworker.config import KvCacheSettings, WorkerSettings
     from gpuworker.engine import load_engine
+    from gpuworker.models.source import open_source
 
     given = {"device": "cuda", "dtype": "float32", "max_num_seqs": 24}
     return load_engine(
         WorkerSettings(**given | settings),
         KvCacheSettings(gpu_memory_utilization=utilization),
-        checkpoint,
+        open_source(checkpoint),
         loading=lambda _done, _of: None,
         capturing=lambda _done, _of: None,
     )

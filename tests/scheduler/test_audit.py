@@ -140,7 +140,7 @@ async def test_a_block_that_leaked_in_the_book_is_reported_and_serving_goes_on(
     async with running_scheduler([worker]) as scheduler, router_to(scheduler) as router:
         await scheduler.ready()
         pool = scheduler.pool.engines[0]._core.state.kv.pool
-        (leaked,) = pool.take(1)
+        (leaked,) = pool.allocate(1)
         faults = only(await router.audit()).faults
         assert f"block {leaked} has no owner" in faults
         await router.finished(await router.submit(PROMPT, 3))

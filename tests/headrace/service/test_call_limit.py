@@ -13,7 +13,7 @@ async def open_call(limit):
     is_open = asyncio.Event()
 
     async def stay():
-        async with limit.admitted():
+        async with limit.open_call():
             is_open.set()
             await asyncio.Event().wait()
 

@@ -58,7 +58,7 @@ class PlainRunningPass(RunningPass):
             if victim_row == row:
                 return table.num_running
         first = table.num_blocks.item(row)
-        block_ids = state.kv.pool.take(num_missing)
+        block_ids = state.kv.pool.allocate(num_missing)
         table.block_table[row, first : first + num_missing] = block_ids
         table.num_blocks[row] = first + num_missing
         batch.grow([row] * num_missing, block_ids)

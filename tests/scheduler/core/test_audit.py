@@ -45,7 +45,7 @@ def test_an_empty_book_is_sound() -> None:
 
 
 def leak_a_block(core: SchedulerCore) -> None:
-    core.state.kv.pool.take(1)
+    core.state.kv.pool.allocate(1)
 
 
 def lose_a_free_block(core: SchedulerCore) -> None:
@@ -96,14 +96,14 @@ def forget_a_block_of_a_row(core: SchedulerCore) -> None:
 def keep_a_row_too_many_blocks(core: SchedulerCore) -> None:
     table = core.state.table
     row, column = row_of(core, 3), 1
-    table.block_table[row, column : column + 2] = core.state.kv.pool.take(2)
+    table.block_table[row, column : column + 2] = core.state.kv.pool.allocate(2)
     table.num_blocks[row] += 2
 
 
 def keep_blocks_of_an_ended_request(core: SchedulerCore) -> None:
     row = row_of(core, 3)
     core.abort(3)
-    core.state.table.block_table[row, :1] = core.state.kv.pool.take(1)
+    core.state.table.block_table[row, :1] = core.state.kv.pool.allocate(1)
     core.state.table.num_blocks[row] = 1
 
 
