@@ -83,6 +83,12 @@ def _layers(hf: HfConfig, rope_of: Callable[[bool], Rope]) -> tuple[LayerConfig,
     return tuple(layers)
 
 
+def _attention(config: ModelConfig, hf: HfConfig, **changes: Any) -> AttentionConfig:
+    """The attention of a family in which `attention_bias` adds biases to all four products."""
+    has_bias = bool(hf.get("attention_bias", False))
+    return replace(config.attention, qkv_bias=has_bias, output_bias=has_bias, **changes)
+
+
 def _activation(hf: HfConfig) -> Any:
     # Gemma's older files have both keys; hidden_activation is the valid one.
     name = str(hf.get("hidden_activation") or hf.get("hidden_act") or "silu")
@@ -97,11 +103,8 @@ def _activation(hf: HfConfig) -> Any:
 def _llama(hf: HfConfig) -> ModelConfig:
     # Llama has no sliding windows, even if the file has these keys.
     config = _base({**hf, "sliding_window": None, "layer_types": None}, "llama")
-    has_bias = bool(hf.get("attention_bias", False))
     return replace(
-        config,
-        attention=replace(config.attention, qkv_bias=has_bias, output_bias=has_bias),
-        mlp_bias=bool(hf.get("mlp_bias", False)),
+        config, attention=_attention(config, hf), mlp_bias=bool(hf.get("mlp_bias", False))
     )
 
 
@@ -112,9 +115,7 @@ def _qwen2(hf: HfConfig) -> ModelConfig:
 
 def _qwen3(hf: HfConfig) -> ModelConfig:
     config = _base({"head_dim": 128, **_with_qwen_windows(hf)}, "qwen3")
-    has_bias = bool(hf.get("attention_bias", False))
-    attention = replace(config.attention, qkv_bias=has_bias, output_bias=has_bias, has_qk_norm=True)
-    return replace(config, attention=attention)
+    return replace(config, attention=_attention(config, hf, has_qk_norm=True))
 
 
 def _with_qwen_windows(hf: HfConfig) -> HfConfig:
@@ -157,7 +158,6 @@ def _qwen3_moe(hf: HfConfig) -> ModelConfig:
 
 def _smollm3(hf: HfConfig) -> ModelConfig:
     config = _base({"tie_word_embeddings": True, **_with_qwen_windows(hf)}, "smollm3")
-    has_bias = bool(hf.get("attention_bias", False))
     uses_rope = hf.get("no_rope_layers")
     if uses_rope is None:
         interval = int(hf.get("no_rope_layer_interval", 4))
@@ -169,7 +169,7 @@ def _smollm3(hf: HfConfig) -> ModelConfig:
     return replace(
         config,
         layers=tuple(layers),
-        attention=replace(config.attention, qkv_bias=has_bias, output_bias=has_bias),
+        attention=_attention(config, hf),
         mlp_bias=bool(hf.get("mlp_bias", False)),
     )
 
@@ -213,16 +213,14 @@ def _gemma(hf: HfConfig, family: str, *, has_qk_norm: bool) -> ModelConfig:
     # Gemma 3 may nest ropes by layer type; `_gemma3_ropes` reads those.
     flat = {**defaults, **hf, "rope_parameters": None} if family == "gemma3" else defaults | {**hf}
     config = _base(flat, family)
-    has_bias = bool(hf.get("attention_bias", False))
     soft_cap = hf.get("attn_logit_softcapping")
     return replace(
         config,
-        attention=replace(
-            config.attention,
+        attention=_attention(
+            config,
+            hf,
             scale=float(hf.get("query_pre_attn_scalar", 256)) ** -0.5,
             soft_cap=None if soft_cap is None else float(soft_cap),
-            qkv_bias=has_bias,
-            output_bias=has_bias,
             has_qk_norm=has_qk_norm,
         ),
         norm_offset=1.0,

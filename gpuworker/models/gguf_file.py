@@ -43,17 +43,15 @@ _STACKED_NAMES = {
     "ffn_up_exps": "up_proj",
     "ffn_down_exps": "down_proj",
 }
+_GEMMA_NAMES = {
+    "ffn_norm": "pre_feedforward_layernorm",
+    "post_attention_norm": "post_attention_layernorm",
+}
 # Architectures in which a layer tensor's name has another meaning.
 _LAYER_NAMES_BY_ARCHITECTURE = {
     "phi3": {"ffn_up": "mlp.gate_up_proj"},
-    "gemma2": {
-        "ffn_norm": "pre_feedforward_layernorm",
-        "post_attention_norm": "post_attention_layernorm",
-    },
-    "gemma3": {
-        "ffn_norm": "pre_feedforward_layernorm",
-        "post_attention_norm": "post_attention_layernorm",
-    },
+    "gemma2": _GEMMA_NAMES,
+    "gemma3": _GEMMA_NAMES,
 }
 # Tensors of rope frequency divisors -> the field of Rope.
 _ROPE_DIVISORS = {

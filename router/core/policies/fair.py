@@ -1,11 +1,11 @@
 """Tenants take turns by what they were served (see `fairness`); priority inside a tenant."""
 
 from router.core.admission import QueueLoad
-from router.core.policies.order import QueueEntry, T
+from router.core.policies.order import Order, QueueEntry, T
 from router.core.policies.priority import PriorityOrder
 
 
-class FairOrder:
+class FairOrder(Order):
     """Ranks a tenant's own requests by priority."""
 
     takes_turns = True
@@ -18,10 +18,6 @@ class FairOrder:
         """The rank among the requests of the same tenant."""
         return self._within_tenant.rank(entry)
 
-    def urgency(self, _priority: int, _waited_s: float) -> int | None:
-        """Priorities do not count between tenants."""
-        return None
-
-    def tokens_ahead(self, load: QueueLoad, tenant_load: QueueLoad, num_tenants: int) -> int:
+    def tokens_ahead(self, load: QueueLoad, tenant_load: QueueLoad, num_tenants: int, /) -> int:
         """Every waiting tenant gets about one turn for each turn of this tenant."""
         return min(load.num_tokens, tenant_load.num_tokens * max(1, num_tenants))

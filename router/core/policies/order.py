@@ -27,27 +27,27 @@ class QueueEntry(Generic[T]):
 
 
 class Order(Protocol):
-    """Ranks waiting requests; holds no requests itself."""
+    """Ranks waiting requests; holds no requests itself.
 
-    @property
-    def takes_turns(self) -> bool:
-        """Whether tenants take turns by the service they got; ranks then order within a tenant."""
-        ...
+    takes_turns: tenants take turns by the service they got; ranks then order within a tenant.
+    """
+
+    takes_turns: bool = False
 
     def rank(self, entry: QueueEntry[T]) -> float:
         """The request with the smallest rank is next; of equal ranks the first to arrive."""
         ...
 
-    def urgency(self, priority: int, waited_s: float) -> int | None:
+    def urgency(self, _priority: int, _waited_s: float, /) -> int | None:
         """The priority of a request that has waited so long, as sent to schedulers.
 
         None: the priority does not count between tenants, and is sent as the client gave it.
         """
-        ...
+        return None
 
-    def tokens_ahead(self, load: QueueLoad, tenant_load: QueueLoad, num_tenants: int) -> int:
+    def tokens_ahead(self, load: QueueLoad, _tenant_load: QueueLoad, _num_tenants: int, /) -> int:
         """Prompt tokens served before a new request of a tenant, at most; 0 if that is unknown.
 
         load and num_tenants count all waiting requests, tenant_load the tenant's.
         """
-        ...
+        return load.num_tokens
