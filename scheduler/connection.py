@@ -47,12 +47,16 @@ class RouterConnection:
                 self.refuse(duplicate)
                 return
             if takeover.take_over(self._switchboard, self._number, submission, older):
+                self._switchboard.log.taken_over(older, self.router_id)
                 return
         engine = self._pool.choose(submission)
         if isinstance(engine, NotTaken):
             self.refuse(engine)
             return
-        engine.submit(self._switchboard.add(self._number, submission, engine))
+        request = self._switchboard.add(self._number, submission, engine)
+        if submission.epoch > 1:
+            self._switchboard.log.taken_up(request, self.router_id)
+        engine.submit(request)
 
     def refuse(self, refusal: NotTaken) -> None:
         """Refuse a submission."""

@@ -129,8 +129,12 @@ class WorkerEngine:
         max_num_tokens = self._core.config.max_num_tokens
         return intake.end_reached(submission, generated, self._info, max_num_tokens)
 
-    def explain(self, request_id: str) -> RequestExplanation | None:
-        """The history of a request on this worker, or None."""
+    def explain(self, request: LiveRequest) -> RequestExplanation | None:
+        """The history of a live request on this worker, or None."""
+        return self._core.explain(request.submission.request_id)
+
+    def explain_ended(self, request_id: str) -> RequestExplanation | None:
+        """The history of a request that ended on this worker lately, or None."""
         return self._core.explain(request_id)
 
     def submit(self, request: LiveRequest) -> None:
@@ -182,6 +186,8 @@ class WorkerEngine:
         not_in_core, cancelled = self._inbox.give_up()
         self._publish_ends([facts for facts in cancelled if facts.key in self._requests])
         for request in list(self._requests.values()):
+            done = self._core.explain_live(request.key)
+            self._log.lost(request, self._info.worker_id, self.num_steps, done)
             if request.key not in not_in_core:
                 self._take_from_core(request)
             request.num_losses += request.key in suspects
@@ -299,7 +305,7 @@ class WorkerEngine:
         first = []
         for admission in admissions:
             request = self._requests[admission.key]
-            self._log.admitted(request, admission.num_cached_tokens, self._info)
+            self._log.admitted(request, admission.num_cached_tokens, self._info, self.num_steps)
             request.is_admitted = True
             if request.admission is None:
                 facts = FirstAdmission(

@@ -123,7 +123,7 @@ class Inbox:
             request.submission, generated, self._info, self._core.config.max_num_tokens
         )
         if end is not None:
-            self._log.admitted(request, 0, self._info)
+            self._log.admitted(request, 0, self._info, 0)
             return intake.unscheduled_end(request, end)
         new_request = intake.new_request(request, self._info, hashes_ahead=self._hashes_ahead)
         if new_request.block_hashes is None:

@@ -15,6 +15,7 @@ from scheduler.config import PoolSettings
 from scheduler.core.explain import RequestExplanation
 from scheduler.core.plan import Int32Array, RequestStatus
 from scheduler.engine import WorkerEngine
+from scheduler.past import joined
 from scheduler.requests import NO_ROUTER, LiveRequest, Submission
 from scheduler.stranded import StrandedRequests
 from scheduler.switchboard import Switchboard
@@ -136,9 +137,17 @@ class Pool:
         return min(able, key=_busyness) if able else next(r for r in refusals if r is not None)
 
     def explain(self, request_id: str) -> RequestExplanation | None:
-        """A request's history, from the worker that has or had it."""
-        histories = (engine.explain(request_id) for engine in self.engines)
-        return next((history for history in histories if history is not None), None)
+        """A request's history, on the worker that has or had it and before."""
+        live = self._switchboard.requests.find(request_id)
+        if live is not None:
+            now, past = live.owner.explain(live), live.past
+        else:
+            found = (engine.explain_ended(request_id) for engine in self.engines)
+            now = next((one for one in found if one is not None), None)
+            past = self._switchboard.log.pasts.get(request_id)
+        if now is None or past is None:
+            return now or past
+        return joined(past, now)
 
     def snapshot(self) -> list[WorkerLoad]:
         """Every worker that was described once, in order of worker_id."""

@@ -1,6 +1,7 @@
 """Writes status records, the journal and spans of requests. Nothing of that is waited for."""
 
 from collections.abc import Callable, Sequence
+from dataclasses import replace
 from typing import Any
 
 from opentelemetry.trace import Span
@@ -9,7 +10,9 @@ from headrace.service import telemetry
 from headrace.status.records import Update
 from headrace.status.states import State
 from headrace.status.store import StatusStore
+from scheduler.core.explain import EventKind, HistoryEvent, RequestExplanation
 from scheduler.core.plan import FinishedRequest, RequestStatus, StepPlan
+from scheduler.past import EndedPasts, joined, nothing, with_events
 from scheduler.requests import LiveRequest
 from scheduler.token_journal import TokenJournal
 from scheduler.worker import WorkerSpec
@@ -34,6 +37,8 @@ class RequestLog:
         self._spans: dict[int, Span] = {}
         # Writes tokens, and ends after them; None: no tokens are kept.
         self.journal: TokenJournal | None = None
+        # Of ended requests; a live request has its own.
+        self.pasts = EndedPasts()
 
     @property
     def num_open(self) -> int:
@@ -59,8 +64,10 @@ class RequestLog:
             },
         )
 
-    def admitted(self, request: LiveRequest, num_cached_tokens: int, info: WorkerSpec) -> None:
-        """The request was admitted, for the first time or again."""
+    def admitted(
+        self, request: LiveRequest, num_cached_tokens: int, info: WorkerSpec, step: int
+    ) -> None:
+        """The request was admitted in a worker's step, for the first time or again."""
         self._record(
             request,
             State.RUNNING,
@@ -68,15 +75,63 @@ class RequestLog:
             worker_incarnation=info.incarnation,
             cached_tokens=num_cached_tokens if request.admission is None else None,
         )
+        if request.is_recovering:
+            self._recovered(request, num_cached_tokens, info.worker_id, step)
         if (span := self._spans.get(request.key)) is not None:
             span.add_event("admitted", {telemetry.USAGE_CACHED_TOKENS: num_cached_tokens})
 
-    def taken_over(self, request: LiveRequest) -> None:
-        """Another router has the request, under a greater epoch."""
+    def lost(
+        self, request: LiveRequest, worker_id: str, step: int, done: RequestExplanation | None
+    ) -> None:
+        """The request's worker was lost at a step, after `done`."""
+        past = request.past or nothing(request.submission.request_id)
+        request.past = past if done is None else joined(past, done)
+        self._note(request, EventKind.LOST, f"its worker {worker_id} was lost at step {step}", step)
+        request.is_recovering = request.is_admitted
+
+    def _recovered(
+        self, request: LiveRequest, num_cached_tokens: int, worker_id: str, step: int
+    ) -> None:
+        num_tokens = len(request.submission.prompt_token_ids) + len(request.generated_token_ids)
+        num_again = num_tokens - num_cached_tokens
+        self._note(
+            request,
+            EventKind.RECOVERED,
+            f"goes on on {worker_id}, which computes {num_again} of its {num_tokens} tokens again",
+            step,
+        )
+        if request.past is not None:
+            num_recomputed = request.past.num_recomputed_tokens + num_again
+            request.past = replace(request.past, num_recomputed_tokens=num_recomputed)
+        request.is_recovering = False
+
+    def taken_up(self, request: LiveRequest, router_id: str) -> None:
+        """A router submitted the request, which has had earlier epochs, as a new request."""
+        submission = request.submission
+        if submission.history:
+            request.past = with_events(nothing(submission.request_id), submission.history)
+        self._note(
+            request,
+            EventKind.RESUMED,
+            f"taken up by router {router_id} under epoch {submission.epoch},"
+            f" with {len(submission.generated_token_ids)} tokens",
+        )
+
+    def taken_over(self, request: LiveRequest, router_id: str) -> None:
+        """Another router has the request, which goes on, under a greater epoch."""
         if request.is_admitted:
             self._record(request, State.RUNNING)
+        epoch = request.submission.epoch
+        detail = f"taken over by router {router_id} under epoch {epoch}, and goes on"
+        self._note(request, EventKind.RESUMED, detail)
         if (span := self._spans.get(request.key)) is not None:
             span.add_event("taken over")
+
+    def _note(self, request: LiveRequest, kind: EventKind, detail: str, step: int = 0) -> None:
+        """Add an entry to the request's past."""
+        event = HistoryEvent(step, step, kind, self._clock(), detail)
+        past = request.past or nothing(request.submission.request_id)
+        request.past = with_events(past, [event])
 
     def preempted(self, request: LiveRequest) -> None:
         """The request was preempted."""
@@ -94,6 +149,7 @@ class RequestLog:
         self, request: LiveRequest, facts: FinishedRequest, message: str, num_generated: int
     ) -> None:
         """The request ended with num_generated tokens."""
+        self.pasts.keep(request.submission.request_id, request.past)
         fields = {
             "detail": message,
             "completion_tokens": num_generated,

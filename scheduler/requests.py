@@ -13,6 +13,7 @@ from typing import Protocol
 import numpy as np
 from numpy.typing import NDArray
 
+from scheduler.core.explain import HistoryEvent, RequestExplanation
 from scheduler.core.plan import EMPTY_INT32, Int32Array, Int64Array, RequestStatus
 
 UInt32Array = NDArray[np.uint32]
@@ -35,7 +36,7 @@ class Submission:
     prompt_token_ids and generated_token_ids are [num_tokens]; the latter were generated (and
     delivered) under an earlier epoch. sampling is the worker's business: only the wire looks
     inside, and notes the largest token id of each field there that names any, since a worker's
-    vocabulary must hold them. Times are seconds since the epoch.
+    vocabulary must hold them. Times are seconds since the epoch. history is of earlier epochs.
     """
 
     handle: int
@@ -59,6 +60,7 @@ class Submission:
     cache_salt: str = ""
     tenant: str = ""
     traceparent: str = ""
+    history: tuple[HistoryEvent, ...] = ()
 
 
 class RequestOwner(Protocol):
@@ -69,6 +71,9 @@ class RequestOwner(Protocol):
 
     def cancel(self, request: "LiveRequest", status: RequestStatus) -> None:
         """End `request` soon; the end is published as any other."""
+
+    def explain(self, request: "LiveRequest") -> RequestExplanation | None:
+        """What the owner has done with `request`; None where it has done nothing."""
 
     def set_paused(self, request: "LiveRequest", *, is_paused: bool) -> None:
         """Pause `request` soon, because its client does not read, or continue it."""
@@ -87,11 +92,17 @@ class FirstAdmission:
 class LiveRequest:
     """A request from submission to its end; changed by its owner, or when a router takes it over.
 
-    connection is the router's, or NO_ROUTER. generated_token_ids: [num_tokens] what it starts from;
-    grows only when it changes owners. num_losses counts the workers that died while they had it.
-    is_paused is what its router wants. is_admitted: a plan has admitted it; admission is set once
-    its router was told. end_message says, for a person, why it is being ended. is_superseded: it
-    goes on under a greater epoch elsewhere, so nothing of it is recorded any more.
+    Args:
+        connection: the router's, or NO_ROUTER.
+        generated_token_ids: [num_tokens] what the owner starts from; grows only with a new owner.
+        num_losses: workers that died while they had the request.
+        is_admitted: a plan has admitted it.
+        admission: the first one, once its router was told.
+        is_paused: what its router wants.
+        is_superseded: it goes on under a greater epoch elsewhere; nothing of it is recorded.
+        past: what happened under earlier workers and epochs, if anything did.
+        is_recovering: its worker was lost, and no other has admitted it since.
+        end_message: why it is being ended, for a person.
     """
 
     key: int
@@ -104,6 +115,8 @@ class LiveRequest:
     admission: FirstAdmission | None = None
     is_paused: bool = False
     is_superseded: bool = False
+    past: RequestExplanation | None = None
+    is_recovering: bool = False
     end_message: str = ""
     prompt_logprobs: list[object] = field(default_factory=list)
     has_sent_prompt_logprobs: bool = False

@@ -88,6 +88,9 @@ class StrandedRequests:
         """[num_tokens] of a request."""
         return request.generated_token_ids[start:]
 
+    def explain(self, _request: LiveRequest) -> None:
+        """None: nothing is done with a request before a worker has it."""
+
     def set_paused(self, request: LiveRequest, *, is_paused: bool) -> None:
         """Pause or continue a request; the next worker's engine applies the state."""
         request.is_paused = is_paused

@@ -54,7 +54,6 @@ def take_over(
     if older.is_paused:
         older.owner.set_paused(older, is_paused=False)
     _tell_so_far(switchboard, older, unread)
-    switchboard.log.taken_over(older)
     return True
 
 

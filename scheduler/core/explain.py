@@ -27,6 +27,10 @@ class EventKind(Enum):
     PREEMPTED = "PREEMPTED"
     PAUSED = "PAUSED"
     CONTINUED = "CONTINUED"
+    # Of earlier workers and routers; no core makes these entries.
+    LOST = "LOST"
+    RECOVERED = "RECOVERED"
+    RESUMED = "RESUMED"
     FINISHED = "FINISHED"
 
 

@@ -31,6 +31,7 @@ from scheduler.core.plan import (
     StepResult,
     WaitReason,
 )
+from scheduler.core.request import Request
 from scheduler.core.running_pass import RunningPass
 from scheduler.core.state import Flight, SchedulerState
 from scheduler.core.update import OutputUpdate
@@ -211,16 +212,21 @@ class SchedulerCore:
         state = self.state
         for position, request in enumerate(state.queues):
             if request.request_id == request_id:
-                return request.history.explain(state.step_id, request.status, 0, position)
-        for row in state.table.running_rows.tolist():
-            request = state.table.request(row)
+                return self._explain(request, position)
+        for request in state.requests.values():
             if request.request_id == request_id:
-                num_computed = state.table.num_computed.item(row)
-                return request.history.explain(state.step_id, request.status, num_computed, None)
-        for request in state.queues.paused.values():
-            if request.request_id == request_id:
-                return request.history.explain(state.step_id, request.status, 0, None)
+                return self._explain(request)
         return state.ledger.ended(request_id)
+
+    def explain_live(self, key: int) -> RequestExplanation | None:
+        """The history of a live request; None if it is unknown or ended."""
+        request = self.state.requests.get(key)
+        return None if request is None else self._explain(request)
+
+    def _explain(self, request: Request, position: int | None = None) -> RequestExplanation:
+        state = self.state
+        num_computed = state.table.num_computed.item(request.row) if request.row >= 0 else 0
+        return request.history.explain(state.step_id, request.status, num_computed, position)
 
     def update_drafts(
         self, keys: list[int], num_drafts: Int32Array, draft_token_ids: Int32Array

@@ -21,7 +21,7 @@ from scheduler.connection import RouterConnection
 from scheduler.orphans import Orphans
 from scheduler.outbox import OutboxClosedError
 from scheduler.pool import Pool
-from scheduler.rpc import wire
+from scheduler.rpc import explain_wire, wire
 from scheduler.rpc.audit import audit_response
 from scheduler.switchboard import Switchboard
 from scheduler.updates import NotTaken
@@ -128,7 +128,7 @@ class SchedulerService(scheduler_pb2_grpc.SchedulerServicer):
             raise not_found(
                 "UNKNOWN_REQUEST", f"no request {request.request_id!r} is here or ended lately"
             )
-        return wire.explain_response(explanation)
+        return explain_wire.explain_response(explanation)
 
     async def Abort(
         self, request: inference_pb2.AbortRequest, _context: Context

@@ -19,11 +19,11 @@ from headrace.service.protocol import (
 from headrace.service.sampling import check_values
 from headrace.v1 import common_pb2, gpuworker_pb2, inference_pb2, scheduler_pb2
 from headrace.vocabulary import CancelReason, FinishReason, WorkerRole
-from scheduler.core.explain import RequestExplanation
 from scheduler.core.plan import Int32Array, RequestStatus, StepPlan, StepResult
 from scheduler.pool import WorkerLoad
 from scheduler.requests import Submission
 from scheduler.rpc.audit import row_tables_of
+from scheduler.rpc.explain_wire import history_of
 from scheduler.updates import RequestEnd, RouterUpdate
 from scheduler.worker import RowLogprobs, WorkerResult, WorkerSpec
 
@@ -101,6 +101,7 @@ def submission_of(message: scheduler_pb2.Submission) -> Submission:
         cache_salt=message.cache_salt,
         tenant=message.tenant,
         traceparent=message.traceparent,
+        history=history_of(message.history),
     )
 
 
@@ -186,32 +187,6 @@ def abort_response(
             )
             for request_id in request_ids
         ]
-    )
-
-
-def explain_response(explanation: RequestExplanation) -> inference_pb2.ExplainResponse:
-    """A request's history for its caller."""
-    return inference_pb2.ExplainResponse(
-        request_id=explanation.request_id,
-        events=[
-            inference_pb2.ExplainEvent(
-                first_step=event.first_step,
-                last_step=event.last_step,
-                kind=event.kind.value,
-                detail=event.detail,
-                num_tokens=event.num_tokens,
-                queue_position=event.queue_position,
-                time_unix_s=event.time,
-            )
-            for event in explanation.events
-        ],
-        steps_waited_by_cause={
-            reason.name: num_steps
-            for reason, num_steps in explanation.steps_waited_by_cause.items()
-        },
-        recomputed_tokens=explanation.num_recomputed_tokens,
-        cached_tokens=explanation.num_cached_tokens,
-        num_preemptions=explanation.num_preemptions,
     )
 
 

@@ -31,8 +31,9 @@ class FakeStore:
         return self.epochs[request_id]
 
     def lose(self, request_id: str, num_tokens: int) -> None:
-        """Forget all but the first tokens, as a replica that lagged behind."""
-        del self.token_ids.get(request_id, [])[num_tokens:]
+        """Forget all but the first tokens of a live request, as a replica that lagged behind."""
+        if request_id not in self.finals:
+            del self.token_ids.get(request_id, [])[num_tokens:]
 
     def write(self) -> int:
         """Take what is new; how many items that was."""
