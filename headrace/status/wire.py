@@ -54,8 +54,11 @@ def _update(update: Update, writer: str, arguments: list[bytes]) -> tuple[Any, .
         if (value := getattr(update, name)) is not None:
             values += [name, str(value)]
     if update.scheduler_id is not None:
-        # Within an epoch, no other scheduler may write.
+        # Within an epoch, no other scheduler may write. A router does not know which incarnation
+        # takes the request.
         values += ["scheduler_epoch", str(update.epoch)]
+        if update.scheduler_incarnation is None:
+            values += ["scheduler_incarnation", ""]
     if update.spec:
         arguments.append(update.spec)
     return (

@@ -146,7 +146,7 @@ def service(serving, name):
     return next(c for c in children if any(Path(word).name == name for word in c.cmdline()))
 
 
-@pytest.mark.parametrize("name", ["gpuworker", "scheduler", "valkey-server"])
+@pytest.mark.parametrize("name", ["gpuworker", "scheduler", "router", "valkey-server"])
 def test_an_answer_goes_on_when_a_service_is_killed_in_its_middle(serving, name):
     prompt = ("generate", "Once upon a time", "--temperature", "0", "--max-tokens", "60")
     undisturbed = headrace(*prompt, server=serving[1])

@@ -158,6 +158,18 @@ async def test_the_writer_of_an_older_epoch_is_refused(router, scheduler):
     assert await verdict(scheduler, State.RUNNING, epoch=2) is Verdict.APPLIED
 
 
+async def test_a_scheduler_that_was_started_again_writes_on_under_its_name(router, scheduler):
+    await running(router, scheduler)
+    before = {"scheduler_id": "s0", "scheduler_incarnation": "1"}
+    assert await verdict(scheduler, State.PREEMPTED, **before) is Verdict.APPLIED
+    again = {"epoch": 2, "scheduler_id": "s0"}
+    assert await verdict(router, State.DISPATCHED, **again) is Verdict.APPLIED
+    after = again | {"scheduler_incarnation": "2"}
+    assert await verdict(scheduler, State.RUNNING, **after) is Verdict.APPLIED
+    late = again | {"scheduler_incarnation": "1"}
+    assert await verdict(scheduler, State.STOPPED, **late) is Verdict.STALE
+
+
 async def test_a_scheduler_of_a_newer_epoch_waits_for_the_routers_re_dispatch(router, scheduler):
     await running(router, scheduler)
     assert await verdict(scheduler, State.RUNNING, epoch=2) is Verdict.EARLY
