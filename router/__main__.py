@@ -25,7 +25,9 @@ from headrace.service.process import ProcessConfig, keep_for_good, run, write_ad
 from headrace.service.serving import GrpcServer, ServingConfig, stop_asked
 from headrace.status.states import Writer
 from headrace.status.store import StatusStore
+from router.aborts import Aborts
 from router.config import (
+    DrainMode,
     PublicServing,
     RecoveryConfig,
     RouterConfig,
@@ -36,6 +38,7 @@ from router.config import (
 )
 from router.core.placement import WorkerPool
 from router.prompts import PromptReader
+from router.recovery import Recovery
 from router.router import Router
 from router.rpc import stored_spec
 from router.rpc.inference import FULL_NAME, InferenceService, Services
@@ -87,8 +90,8 @@ def main(config_file: Path | None, **arguments: Any) -> None:
     }
     tenants = config.load(TenantsConfig, section="tenants", file=config_file)
     router = settings["router"]
-    streams, recovery, tenant = (settings.pop(key) for key in ("streams", "recovery", "tenant"))
-    rules = rules_of(router, streams, recovery, tenant, tenants)
+    streams, tenant = settings.pop("streams"), settings.pop("tenant")
+    rules = rules_of(router, streams, settings["recovery"], tenant, tenants)
     if not router.scheduler:
         raise config.ConfigError("give at least one --scheduler HOST:PORT")
     if not router.model:
@@ -108,6 +111,7 @@ def main(config_file: Path | None, **arguments: Any) -> None:
 
 async def serve(
     router: RouterConfig,
+    recovery: RecoveryConfig,
     serving: ServingConfig,
     channel: ChannelConfig,
     process: ProcessConfig,
@@ -135,6 +139,7 @@ async def serve(
             SchedulerClient(address, opened, live, router_id=identity.router_id)
             for address, opened in channels.items()
         ]
+        take_ups = build_take_ups(live, store, identity, models)
         services = Services(
             router=live,
             models=models,
@@ -142,8 +147,14 @@ async def serve(
             prompts=prompts,
             schedulers=schedulers,
             status=store,
-            take_ups=build_take_ups(live, store, identity, models),
+            take_ups=take_ups,
+            aborts=Aborts(live, take_ups, store, schedulers),
             max_prompt_bytes=router.max_prompt_bytes,
+        )
+        lost = Recovery(
+            *(live, take_ups, store, models),
+            identity=identity,
+            max_recoveries=recovery.max_recoveries,
         )
         server = GrpcServer(serving, [FULL_NAME], traces.server_interceptors)
         InferenceService(services).add_to(server.server)
@@ -153,13 +164,17 @@ async def serve(
         async with asyncio.TaskGroup() as tasks:
             background = [
                 tasks.create_task(store.run()),
+                tasks.create_task(
+                    store.hold_lease("router", identity.router_id, identity.incarnation)
+                ),
+                tasks.create_task(lost.run()),
                 tasks.create_task(live.run_deadlines()),
                 *(tasks.create_task(scheduler.run()) for scheduler in schedulers),
             ]
             server.set_serving(True)
             await stop.wait()
             server.set_serving(False)
-            await drain(live, serving.drain_timeout_s)
+            await drain(live, serving.drain_timeout_s, recovery.drain_mode)
             await server.stop(_CLOSE_STREAMS_S)
             await store.flush(_STORE_FLUSH_S)
             for task in background:
@@ -202,15 +217,20 @@ def load_models(
     return {name: text}, {name: defaults}
 
 
-async def drain(router: Router, timeout_s: float) -> None:
-    """Refuse new requests, wait timeout_s seconds for the live ones, then abort the rest."""
+async def drain(router: Router, timeout_s: float, mode: DrainMode) -> None:
+    """Refuse new requests, wait timeout_s seconds for the live ones, then give up the rest."""
     router.is_draining = True
     logger.info("draining %d requests", router.num_live)
+    if mode == "handover":
+        router.hand_over(is_unread=True)
     try:
         await asyncio.wait_for(router.calls.wait_idle(), timeout_s)
     except TimeoutError:
-        logger.warning("aborting %d requests that are not done", router.num_live)
-        router.abort_all()
+        logger.warning("%d requests are not done: %s", router.num_live, mode)
+        if mode == "handover":
+            router.hand_over()
+        else:
+            router.abort_all()
 
 
 if __name__ == "__main__":

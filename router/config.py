@@ -124,7 +124,7 @@ class RecoveryConfig(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
     ] = "handover"
     max_recoveries: Annotated[
         int,
-        help_text("A request whose services died so often since it was read is ended.", ge=1),
+        help_text("A request that was recovered so often and is lost again fails.", ge=1),
     ] = 3
 
 

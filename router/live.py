@@ -135,6 +135,11 @@ class LiveRequests:
         self._end_all(request, finish)
         self._dispatch()
 
+    def fail(self, request: ClientRequest, error: ServiceError) -> None:
+        """Fail a request for the router's own reason."""
+        self._fail(request, error)
+        self._dispatch()
+
     def run_on(self, request: ClientRequest) -> None:
         """A request does not wait for a reader."""
         self._apply(self.dispatcher.run_on(request))
@@ -201,6 +206,9 @@ class LiveRequests:
                 match outcome:
                     case Ended(completion, finish):
                         self._finish(completion, finish)
+                        if finish.reason is FinishReason.ABORTED:
+                            # An abort is of all completions, wherever they are.
+                            self._end_all(completion.request, finish)
                     case Failed(completion, error):
                         self._fail(completion.request, error)
                     case Moved(completion):

@@ -198,13 +198,21 @@ class Router:
         for reservation in self.calls:
             self.abort(reservation.request_id)
 
-    def hand_over(self) -> None:
-        """Release every request: schedulers keep what they run, and other routers take it up."""
+    def hand_over(self, *, is_unread: bool = False) -> None:
+        """Release all requests, or those without a reader, to be resumed at another router.
+
+        Schedulers keep what they run. What the store does not have ends here.
+        """
         for reservation in self.calls:
-            if reservation.request is None:
-                reservation.error = outcomes.draining()
-            else:
+            request = reservation.request
+            if request is None:
+                reservation.error = None if is_unread else outcomes.draining()
+            elif is_unread and request.has_reader:
+                continue
+            elif self.is_durable and request.is_kept:
                 self._release(reservation, outcomes.draining())
+            else:
+                self.live.fail(request, outcomes.draining())
 
     def expire(self) -> float | None:
         """End the requests that are due: late, paused for too long, or not resumed.

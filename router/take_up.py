@@ -43,7 +43,7 @@ class TakeUps:
         self._router = router
         self._store = store
         self._identity = identity
-        self._decode = decode
+        self.decode = decode
         self._body_of = body_of
 
     async def find(self, request_id: str, first_tokens: FirstTokens) -> Origin:
@@ -136,7 +136,7 @@ class TakeUps:
     def _read(self, stored: Stored) -> Origin | None:
         """A stored request; None if it cannot be read, but lives here."""
         try:
-            return self._decode(stored)
+            return self.decode(stored)
         except ServiceError:
             if self._here(stored.request_id) is None:
                 raise
@@ -197,4 +197,7 @@ def _better(mine: Past, theirs: Past, origin: Origin, index: int, first_token: i
         return mine if mine.finish is not None and mine_serves else theirs
     # The claim raised the epoch: a completion that has ended only here runs to its end again.
     mine = replace(mine, finish=None, epoch=max(mine.epoch, theirs.epoch))
-    return mine if mine_serves else replace(theirs, epoch=mine.epoch, owner=mine.owner)
+    # A scheduler cannot add log probabilities to the store of tokens that it gets with a request.
+    if mine_serves and origin.spec.num_logprobs is None and not origin.spec.wants_prompt_logprobs:
+        return mine
+    return replace(theirs, epoch=mine.epoch, owner=mine.owner)

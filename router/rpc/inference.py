@@ -21,6 +21,7 @@ from headrace.service.handlers import write
 from headrace.service.requests import release_request
 from headrace.status.store import StatusStore
 from headrace.v1 import common_pb2, inference_pb2, inference_pb2_grpc
+from router.aborts import Aborts
 from router.calls import Reservation
 from router.prompts import PromptReader
 from router.request import ClientRequest
@@ -50,6 +51,7 @@ class Services:
     schedulers: Sequence[SchedulerClient]
     status: StatusStore
     take_ups: TakeUps
+    aborts: Aborts
     max_prompt_bytes: int
 
 
@@ -163,7 +165,7 @@ class InferenceService:
     async def Abort(
         self, request: inference_pb2.AbortRequest, _context: Any
     ) -> inference_pb2.AbortResponse:
-        """End requests of this router."""
+        """End requests of any router, or a tenant's on this router."""
         response = inference_pb2.AbortResponse()
         if request.tenant:
             if request.request_ids:
@@ -175,9 +177,9 @@ class InferenceService:
             raise invalid("request_ids", f"must be 1 to {_MAX_ABORTS} ids, or give a tenant")
         for position, request_id in enumerate(request.request_ids):
             wire.check_request_id(request_id, f"request_ids[{position}]")
+        ended = await self._services.aborts.end(request.request_ids)
         for request_id in request.request_ids:
-            result = _ABORT_RESULT[self._router.abort(request_id)]
-            response.outcomes.add(request_id=request_id, result=result)
+            response.outcomes.add(request_id=request_id, result=_ABORT_RESULT[ended[request_id]])
         return response
 
     async def GetStatus(

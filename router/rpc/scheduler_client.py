@@ -9,7 +9,7 @@ after, goes into the next message.
 import asyncio
 import logging
 import random
-from collections.abc import Sequence
+from collections.abc import Collection, Sequence
 from typing import Any
 
 import grpc.aio
@@ -84,11 +84,12 @@ class SchedulerClient:
         response: inference_pb2.ExplainResponse = await self._ask(self._stub.Explain, request)
         return response
 
-    async def abort(self, request_ids: Sequence[str]) -> inference_pb2.AbortResponse:
-        """End requests of any router; raises the scheduler's ServiceError."""
+    async def abort(self, request_ids: Sequence[str]) -> Collection[str]:
+        """The requests that ended there; raises the scheduler's ServiceError."""
         request = inference_pb2.AbortRequest(request_ids=request_ids)
         response: inference_pb2.AbortResponse = await self._ask(self._stub.Abort, request)
-        return response
+        ended = inference_pb2.AbortOutcome.RESULT_ABORTED
+        return {o.request_id for o in response.outcomes if o.result == ended}
 
     async def audit(self) -> Sequence[common_pb2.WorkerAudit]:
         """The audits of the scheduler's workers; raises the scheduler's ServiceError."""

@@ -16,6 +16,7 @@ import numpy as np
 
 from headrace.service.columns import pack_int32, pack_uint32, unpack_int32
 from headrace.v1 import common_pb2, inference_pb2, scheduler_pb2, scheduler_pb2_grpc
+from tests.router.fake_journal import FakeJournal
 
 MODEL = "tiny"
 
@@ -59,6 +60,11 @@ class Generation:
     is_paused: bool = False
 
     @property
+    def wants_logprobs(self):
+        sampling = self.submission.sampling
+        return sampling.HasField("logprobs") or sampling.HasField("prompt_logprobs")
+
+    @property
     def prompt_token_ids(self):
         return unpack_int32(self.submission.prompt_token_ids, "prompt").tolist()
 
@@ -97,6 +103,7 @@ class FakeScheduler(scheduler_pb2_grpc.SchedulerServicer):
         self.orphans: dict[str, Generation] = {}
         self.adopted: list[tuple[str, int]] = []  # ids, and the epochs under which they came
         self.asked_to_abort: list[str] = []
+        self.journal: FakeJournal | None = None
         self.name = "fake"
         self.address = ""
         self._pool_changed = asyncio.Event()
@@ -140,10 +147,18 @@ class FakeScheduler(scheduler_pb2_grpc.SchedulerServicer):
                 update = self._step(connection, num_tokens or self.tokens_per_step)
                 connection.outbox.put_nowait(scheduler_pb2.SchedulerMessage(step_update=update))
         for request_id, generation in list(self.orphans.items()):
-            end = generation.position + (num_tokens or self.tokens_per_step)
-            generation.position = min(end, self.limit)
+            if generation.wants_logprobs:
+                continue
+            begin = generation.position
+            end = min(begin + (num_tokens or self.tokens_per_step), self.limit)
+            new = list(generation.script.token_ids[begin:end])
+            generation.position += len(new)
+            if self.journal is not None and new:
+                self.journal.add(generation, begin, new)
             if generation.position >= len(generation.script.token_ids):
                 del self.orphans[request_id]
+                if self.journal is not None:
+                    self.journal.end(generation, generation.script.reason)
 
     def _step(self, connection, num_tokens, only=None):
         handles, counts, token_ids, draft_counts = [], [], [], []
@@ -169,12 +184,15 @@ class FakeScheduler(scheduler_pb2_grpc.SchedulerServicer):
                 draft_counts.extend(script.draft_counts)
                 token_ids.extend(new)
                 self._add_logprobs(update, generation, new)
+                self._write(generation, new, update)
             if generation.position >= len(script.token_ids):
                 finished = update.finished.add(
                     handle=handle, reason=script.reason, message=script.message, num_preemptions=1
                 )
                 if script.stop_token_id is not None:
                     finished.stop_token_id = script.stop_token_id
+                if self.journal is not None:
+                    self.journal.end(generation, script.reason, script.stop_token_id)
                 del connection.live[handle]
         update.handles = pack_uint32(np.array(handles, np.uint32))
         update.num_new_tokens = pack_int32(np.array(counts, np.int32))
@@ -183,9 +201,18 @@ class FakeScheduler(scheduler_pb2_grpc.SchedulerServicer):
             update.draft_counts = pack_int32(np.array(draft_counts, np.int32))
         return update
 
+    def _write(self, generation, new, update):
+        if self.journal is None:
+            return
+        entries = update.logprobs[-1:] if generation.wants_logprobs else []
+        tokens = [token for entry in entries for token in entry.tokens]
+        prompt_tokens = [token for entry in entries for token in entry.prompt_tokens]
+        begin = generation.position - len(new)
+        self.journal.add(generation, begin, new, tokens, prompt_tokens)
+
     def _add_logprobs(self, update, generation, new):
         sampling = generation.submission.sampling
-        if not sampling.HasField("logprobs") and not sampling.HasField("prompt_logprobs"):
+        if not generation.wants_logprobs:
             return
         entry = update.logprobs.add(handle=generation.submission.handle)
         if sampling.HasField("logprobs"):
@@ -235,6 +262,12 @@ class FakeScheduler(scheduler_pb2_grpc.SchedulerServicer):
             for cancellation in message.cancellations:
                 generation = connection.live.pop(cancellation.handle, None)
                 if generation is not None:
+                    if self.journal is not None:
+                        is_stop = cancellation.reason == scheduler_pb2.CANCEL_REASON_STOP_STRING
+                        reason = "STOP" if is_stop else "ABORTED"
+                        self.journal.end(
+                            generation, common_pb2.FinishReason.Value(f"FINISH_REASON_{reason}")
+                        )
                     self.cancellations.append(
                         (generation.submission.request_id, cancellation.reason)
                     )
@@ -281,7 +314,7 @@ class FakeScheduler(scheduler_pb2_grpc.SchedulerServicer):
         if self.orphans.pop(old.request_id, None) is None:
             del earlier.connection.live[old.handle]
             earlier.connection.outbox.put_nowait(scheduler_pb2.SchedulerMessage(moved=[old.handle]))
-        if submission.sampling.HasField("logprobs"):
+        if generation.wants_logprobs:
             return
         self.adopted.append((submission.request_id, submission.epoch))
         if (num_tokens := earlier.position - generation.position) > 0:
@@ -317,6 +350,8 @@ class FakeScheduler(scheduler_pb2_grpc.SchedulerServicer):
 
     def _end(self, generation):
         submission = generation.submission
+        if self.journal is not None:
+            self.journal.end(generation, common_pb2.FINISH_REASON_ABORTED)
         if self.orphans.pop(submission.request_id, None) is None:
             del generation.connection.live[submission.handle]
             update = scheduler_pb2.StepUpdate()

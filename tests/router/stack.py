@@ -15,6 +15,7 @@ from headrace.status.states import Writer
 from headrace.status.store import StatusStore
 from headrace.v1 import inference_pb2, inference_pb2_grpc
 from router.__main__ import build_router, build_take_ups
+from router.aborts import Aborts
 from router.config import (
     RecoveryConfig,
     RouterConfig,
@@ -24,6 +25,7 @@ from router.config import (
     rules_of,
 )
 from router.prompts import PromptReader
+from router.recovery import Recovery
 from router.router import Router
 from router.rpc.inference import FULL_NAME, InferenceService, Services
 from router.rpc.model_defaults import ModelDefaults
@@ -43,6 +45,8 @@ class Stack:
     channel: grpc.aio.Channel
     address: str
     services: Services
+    store: StatusStore
+    recovery: Recovery
 
     def generate(self, text="hello", *, timeout=20, metadata=(), **fields):
         sampling = fields.pop("sampling", {"max_tokens": 8})
@@ -128,6 +132,7 @@ async def running_stack(
             channel = open_channel(one.address, ChannelConfig())
             stack.push_async_callback(channel.close)
             clients.append(SchedulerClient(one.address, channel, router, router_id=router_id))
+        take_ups = build_take_ups(router, store, identity, models)
         services = Services(
             router=router,
             models=models,
@@ -135,8 +140,14 @@ async def running_stack(
             prompts=prompts,
             schedulers=clients,
             status=store,
-            take_ups=build_take_ups(router, store, identity, models),
+            take_ups=take_ups,
+            aborts=Aborts(router, take_ups, store, clients),
             max_prompt_bytes=config.max_prompt_bytes,
+        )
+        lost = Recovery(
+            *(router, take_ups, store, models),
+            identity=identity,
+            max_recoveries=recovery.max_recoveries,
         )
         server = GrpcServer(ServingConfig(), [FULL_NAME])
         InferenceService(services).add_to(server.server)
@@ -144,13 +155,14 @@ async def running_stack(
         stack.push_async_callback(server.stop, 0)
         tasks = [
             asyncio.create_task(store.run()),
+            asyncio.create_task(store.hold_lease("router", router_id, identity.incarnation)),
             asyncio.create_task(router.run_deadlines()),
             *(asyncio.create_task(client.run()) for client in clients),
         ]
         channel = open_channel(address, ChannelConfig())
         stack.push_async_callback(channel.close)
         stub = inference_pb2_grpc.InferenceStub(channel)
-        ours = Stack(router, schedulers[0], stub, channel, address, services)
+        ours = Stack(router, schedulers[0], stub, channel, address, services, store, lost)
         try:
             await ours.until(router.pool.reports)
             yield ours

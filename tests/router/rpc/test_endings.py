@@ -232,7 +232,7 @@ async def test_draining_refuses_new_requests_and_lets_live_ones_finish(stack):
     stack.scheduler.script = lambda _: Script([65] * 100)
     call = stack.generate(sampling={})
     await call.read()
-    draining = asyncio.create_task(drain(stack.router, 20))
+    draining = asyncio.create_task(drain(stack.router, 20, "finish"))
     await stack.until(lambda: stack.router.is_draining)
     error = await error_of(stack.generate())
     assert (error.code, error.reason) == (grpc.StatusCode.UNAVAILABLE, "DRAINING")
@@ -245,6 +245,6 @@ async def test_draining_refuses_new_requests_and_lets_live_ones_finish(stack):
 async def test_draining_aborts_what_is_not_done_in_time(stack):
     call = stack.generate(sampling={})
     await call.read()
-    await drain(stack.router, 0.05)
+    await drain(stack.router, 0.05, "finish")
     last = (await stack.rest(call))[-1]
     assert last.outputs[-1].finish_reason == common_pb2.FINISH_REASON_ABORTED

@@ -1,0 +1,90 @@
+"""Ends requests wherever they are: in this router, in a scheduler, in another router, in the store.
+
+Schedulers are told first, because a request that ends there ends for its caller too. Then the
+record is claimed: a request that nobody runs at the moment ends in the store, and whatever runs the
+request without our knowledge is fenced off by its epoch.
+"""
+
+import asyncio
+import logging
+from collections.abc import Collection, Mapping, Sequence
+from typing import Protocol
+
+from headrace.service.errors import ServiceError
+from headrace.status.states import State
+from headrace.status.store import StatusStore
+from router.router import Router
+from router.take_up import TakeUps
+
+logger = logging.getLogger(__name__)
+
+_MAX_CLAIMS_AT_ONCE = 16
+_MAX_TRIES = 4
+
+
+class AbortingScheduler(Protocol):
+    """A scheduler that can be asked to end requests."""
+
+    @property
+    def name(self) -> str:
+        """The scheduler's address."""
+        ...
+
+    async def abort(self, request_ids: Sequence[str]) -> Collection[str]:
+        """The requests that ended there; the scheduler tells all of its routers of the others."""
+        ...
+
+
+class Aborts:
+    """Ends requests of any router."""
+
+    def __init__(
+        self,
+        router: Router,
+        take_ups: TakeUps,
+        store: StatusStore,
+        schedulers: Sequence[AbortingScheduler],
+    ) -> None:
+        self._router = router
+        self._take_ups = take_ups
+        self._store = store
+        self._schedulers = schedulers
+        self._claims = asyncio.Semaphore(_MAX_CLAIMS_AT_ONCE)
+
+    async def end(self, request_ids: Sequence[str]) -> Mapping[str, bool | None]:
+        """For each request: True if it is being ended, False if it had ended, None if unknown."""
+        ended = {request_id: self._router.abort(request_id) for request_id in request_ids}
+        away = [request_id for request_id, found in ended.items() if found is None]
+        if not away:
+            return ended
+        for found in await asyncio.gather(*(self._ask(one, away) for one in self._schedulers)):
+            ended.update(dict.fromkeys(found, True))
+        for request_id, is_ended in zip(
+            away, await asyncio.gather(*map(self._end_in_store, away)), strict=True
+        ):
+            if ended[request_id] is None:
+                ended[request_id] = is_ended
+        return ended
+
+    @staticmethod
+    async def _ask(scheduler: AbortingScheduler, request_ids: Sequence[str]) -> Collection[str]:
+        try:
+            return await scheduler.abort(request_ids)
+        except ServiceError as error:
+            logger.info("scheduler %s was not told to abort: %s", scheduler.name, error.message)
+            return ()
+
+    async def _end_in_store(self, request_id: str) -> bool | None:
+        async with self._claims:
+            try:
+                for _ in range(_MAX_TRIES):
+                    stored = await self._store.load(request_id)
+                    if stored is None:
+                        return None
+                    if not stored.is_live:
+                        return False
+                    if await self._take_ups.claim(stored, State.ABORTED, detail="aborted"):
+                        return True
+            except ServiceError as error:
+                logger.info("the record of %s was not ended: %s", request_id, error.message)
+            return None
