@@ -11,7 +11,6 @@ from pathlib import Path
 from typing import Any
 
 import click
-import msgspec
 
 from gpuworker.config import KvCacheSettings, WorkerSettings
 from gpuworker.machine import prepare_libraries
@@ -29,32 +28,16 @@ _PROGRESS_EVERY_S = 2.0
 # Exit status after a device failure: an illegal access, a double-bit error, a lost PCIe link.
 _DEVICE_LOST = 3
 
-_SECTIONS: dict[str, type[msgspec.Struct]] = {
-    "gpuworker": WorkerSettings,
-    "kv_cache": KvCacheSettings,
-    "serving": ServingConfig,
-    "process": ProcessConfig,
-}
-
 
 @click.command(context_settings={"max_content_width": 100})
-@click.option("--config", "config_file", type=click.Path(path_type=Path), help="TOML file.")
-@config.flags(WorkerSettings)
-@config.flags(KvCacheSettings)
-@config.flags(ServingConfig)
-@config.flags(ProcessConfig)
-def main(config_file: Path | None, **arguments: Any) -> None:
+@config.with_settings({
+    "gpuworker": (WorkerSettings, ""),
+    "kv_cache": (KvCacheSettings, ""),
+    "serving": (ServingConfig, ""),
+    "process": (ProcessConfig, ""),
+})  # fmt: skip
+def main(settings: dict[str, Any]) -> None:
     """Run a model: turn a scheduler's step plans into tokens."""
-    settings: dict[str, Any] = {
-        section: config.load(
-            struct,
-            section=section,
-            file=config_file,
-            environ=os.environ,
-            overrides=config.given(struct, arguments),
-        )
-        for section, struct in _SECTIONS.items()
-    }
     if not settings["gpuworker"].model:
         raise config.ConfigError("give --model: a GGUF file, a Hugging Face folder, or a name")
     prepare_libraries()

@@ -8,7 +8,6 @@ import asyncio
 import contextlib
 import functools
 import logging
-import os
 import platform
 import time
 import uuid
@@ -55,42 +54,22 @@ logger = logging.getLogger("router")
 _STORE_FLUSH_S = 2.0
 _CLOSE_STREAMS_S = 2.0
 
-# Section of the file and the environment, and what its flags begin with.
-_SECTIONS: dict[str, tuple[type[Any], str]] = {
+
+@click.command(context_settings={"max_content_width": 100})
+@config.with_settings({
     "router": (RouterConfig, ""),
     "streams": (StreamsConfig, ""),
     "recovery": (RecoveryConfig, ""),
     "tenant": (TenantConfig, "tenant"),
+    "tenants": (TenantsConfig, None),
     "serving": (PublicServing, ""),
     "channel": (ChannelConfig, "scheduler"),
     "process": (ProcessConfig, ""),
-}
-
-
-@click.command(context_settings={"max_content_width": 100})
-@click.option("--config", "config_file", type=click.Path(path_type=Path), help="TOML file.")
-@config.flags(RouterConfig)
-@config.flags(StreamsConfig)
-@config.flags(RecoveryConfig)
-@config.flags(TenantConfig, prefix="tenant")
-@config.flags(PublicServing)
-@config.flags(ChannelConfig, prefix="scheduler")
-@config.flags(ProcessConfig)
-def main(config_file: Path | None, **arguments: Any) -> None:
+})  # fmt: skip
+def main(settings: dict[str, Any]) -> None:
     """Admit, queue and dispatch requests, and stream their text back to clients."""
-    settings: dict[str, Any] = {
-        section: config.load(
-            struct,
-            section=section,
-            file=config_file,
-            environ=os.environ,
-            overrides=config.given(struct, arguments, prefix=prefix),
-        )
-        for section, (struct, prefix) in _SECTIONS.items()
-    }
-    tenants = config.load(TenantsConfig, section="tenants", file=config_file)
     router = settings["router"]
-    streams, tenant = settings.pop("streams"), settings.pop("tenant")
+    streams, tenant, tenants = (settings.pop(key) for key in ("streams", "tenant", "tenants"))
     rules = rules_of(router, streams, settings["recovery"], tenant, tenants)
     if not router.scheduler:
         raise config.ConfigError("give at least one --scheduler HOST:PORT")

@@ -2,14 +2,11 @@
 
 import asyncio
 import logging
-import os
 import platform
 import time
-from pathlib import Path
-from typing import Any, TypeVar
+from typing import Any
 
 import click
-import msgspec
 
 from headrace.service import config, telemetry
 from headrace.service.channels import ChannelConfig
@@ -30,37 +27,20 @@ logger = logging.getLogger("scheduler")
 _STORE_FLUSH_S = 2.0
 _CLOSE_STREAMS_S = 2.0
 
-T = TypeVar("T", bound=msgspec.Struct)
-
 
 @click.command(context_settings={"max_content_width": 100})
-@click.option("--config", "config_file", type=click.Path(path_type=Path), help="TOML file.")
-@config.flags(SchedulerSettings)
-@config.flags(PoolSettings)
-@config.flags(ServingConfig)
-@config.flags(ChannelConfig, prefix="worker")
-@config.flags(ProcessConfig)
-def main(config_file: Path | None, **arguments: Any) -> None:
+@config.with_settings({
+    "scheduler": (SchedulerSettings, ""),
+    "pool": (PoolSettings, ""),
+    "serving": (ServingConfig, ""),
+    "channel": (ChannelConfig, "worker"),
+    "process": (ProcessConfig, ""),
+})  # fmt: skip
+def main(settings: dict[str, Any]) -> None:
     """Decide each step of the gpuworkers it is given, and stream their tokens to routers."""
-
-    def settings(struct: type[T], section: str, prefix: str = "") -> T:
-        given = config.given(struct, arguments, prefix=prefix)
-        return config.load(
-            struct, section=section, file=config_file, environ=os.environ, overrides=given
-        )
-
-    scheduler = settings(SchedulerSettings, "scheduler")
-    if not scheduler.worker:
+    if not settings["scheduler"].worker:
         raise config.ConfigError("give at least one --worker HOST:PORT")
-    process = settings(ProcessConfig, "process")
-    service = serve(
-        scheduler,
-        settings(PoolSettings, "pool"),
-        settings(ServingConfig, "serving"),
-        settings(ChannelConfig, "channel", "worker"),
-        process,
-    )
-    run("scheduler", process, service)
+    run("scheduler", settings["process"], serve(**settings))
 
 
 async def serve(

@@ -5,6 +5,8 @@ A struct's fields are its TOML keys ([section]), its environment variables
 """
 
 import difflib
+import functools
+import os
 import tomllib
 import types
 from collections.abc import Callable, Mapping
@@ -21,7 +23,6 @@ SECTIONS = (
 )
 
 T = TypeVar("T", bound=msgspec.Struct)
-Command = TypeVar("Command", bound=Callable[..., Any])
 
 
 class ConfigError(click.ClickException):
@@ -115,30 +116,54 @@ def _split_list(struct: type[T], name: str, text: str) -> object:
     return text
 
 
-def flags(struct: type[msgspec.Struct], *, prefix: str = "") -> Callable[[Command], Command]:
-    """A click decorator that adds one flag for each field of `struct`.
+def with_settings(
+    structs: dict[str, tuple[type[msgspec.Struct], str | None]],
+) -> Callable[[Callable[[dict[str, Any]], None]], Callable[..., None]]:
+    """A click decorator: adds --config and a flag for each setting; the command gets the settings.
 
-    Flags that are not given are None, so that file and environment apply. The callback gets each
-    flag as `<prefix>_<field>` (or `<field>`); `given` selects them from the callback's arguments.
+    structs has the struct of each section and the prefix of its flags, None for a section that is
+    only in the file. The command is called with a struct for each section.
     """
 
-    def decorate(command: Command) -> Command:
-        hints = get_type_hints(struct, include_extras=True)
-        for field in reversed(msgspec.structs.fields(struct)):
-            name = f"{prefix}_{field.name}" if prefix else field.name
-            command = _flag(name, hints[field.name], field)(command)
-        return command
+    def decorate(command: Callable[[dict[str, Any]], None]) -> Callable[..., None]:
+        @functools.wraps(command)
+        def loaded(config_file: Path | None, **arguments: object) -> None:
+            command(
+                {
+                    section: _load_section(struct, section, prefix, config_file, arguments)
+                    for section, (struct, prefix) in structs.items()
+                }
+            )
+
+        for struct, prefix in reversed(structs.values()):
+            if prefix is not None:
+                hints = get_type_hints(struct, include_extras=True)
+                for field in reversed(msgspec.structs.fields(struct)):
+                    _flag(_prefixed(prefix, field.name), hints[field.name], field)(loaded)
+        path = click.Path(path_type=Path)
+        return click.option("--config", "config_file", type=path, help="TOML file.")(loaded)
 
     return decorate
 
 
-def given(
-    struct: type[msgspec.Struct], arguments: Mapping[str, object], *, prefix: str = ""
-) -> dict[str, object]:
-    """The flags of `struct` among a callback's arguments, by field name."""
+def _load_section(
+    struct: type[T],
+    section: str,
+    prefix: str | None,
+    file: Path | None,
+    arguments: Mapping[str, object],
+) -> T:
+    if prefix is None:
+        return load(struct, section=section, file=file)
     names = [field.name for field in msgspec.structs.fields(struct)]
-    values = {name: arguments[f"{prefix}_{name}" if prefix else name] for name in names}
-    return {name: value for name, value in values.items() if value not in (None, ())}
+    values = {name: arguments[_prefixed(prefix, name)] for name in names}
+    # Flags that are not given are None, or () where they are repeatable.
+    given = {name: value for name, value in values.items() if value != ()}
+    return load(struct, section=section, file=file, environ=os.environ, overrides=given)
+
+
+def _prefixed(prefix: str, name: str) -> str:
+    return f"{prefix}_{name}" if prefix else name
 
 
 def _flag(name: str, annotation: Any, field: msgspec.structs.FieldInfo) -> Any:

@@ -8,7 +8,7 @@ import msgspec
 import pytest
 from click.testing import CliRunner
 
-from headrace.service.config import ConfigError, flags, given, help_text, load
+from headrace.service.config import ConfigError, help_text, load, with_settings
 
 
 class Settings(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
@@ -74,14 +74,16 @@ def test_flags_come_from_the_struct() -> None:
     seen = {}
 
     @click.command()
-    @flags(Settings, prefix="peer")
-    def command(**arguments: object) -> None:
-        seen.update(given(Settings, arguments, prefix="peer"))
+    @with_settings({"demo": (Settings, "peer"), "named": (Settings, None)})
+    def command(settings: dict[str, Settings]) -> None:
+        """Do nothing."""
+        seen.update(settings)
 
     arguments = ["--peer-max-num-seqs", "3", "--no-peer-is-cached", "--peer-worker", "a"]
     result = CliRunner().invoke(command, arguments)
     assert result.exit_code == 0, result.output
-    assert seen == {"max_num_seqs": 3, "is_cached": False, "worker": ("a",)}
+    given = Settings(max_num_seqs=3, is_cached=False, worker=("a",))
+    assert seen == {"demo": given, "named": Settings()}
     shown = CliRunner().invoke(command, ["--help"]).output
     assert "Where to listen." in shown
     assert "[default: 127.0.0.1:0]" in shown.replace("\n", " ").replace("  ", " ")
