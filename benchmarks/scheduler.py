@@ -1,7 +1,7 @@
 """A step's cost in the scheduling core: schedule + update, without a worker.
 
 Medians over the measured steps of each workload, in microseconds. Prefix caching and explanations
-are on.
+are on. Beside it the cost of one audit of the KV blocks' book, which runs only when asked for.
 
     python -m benchmarks.scheduler [--steps N] [WORKLOAD ...]
 """
@@ -21,6 +21,7 @@ from scheduler.core.scheduler import SchedulerCore
 BLOCK_SIZE = 16
 EOS = 2
 NUM_WARM_UP_STEPS = 40
+_NUM_AUDITS = 5
 STEPS_PER_TURN = 16  # in which every decode crosses a block boundary once
 
 
@@ -61,6 +62,15 @@ class Bench:
         started = time.perf_counter()
         core.update(result, 0.0)
         return spent + time.perf_counter() - started
+
+    def audit(self) -> float:
+        """Seconds that an audit holds up the next step."""
+        started = time.perf_counter()
+        audit = self.core.audit()
+        self.core.row_tables()
+        spent = time.perf_counter() - started
+        assert not audit.faults, audit.faults
+        return spent
 
     def _result(self, plan: StepPlan) -> StepResult:
         flights = self.core.state.flights
@@ -192,13 +202,16 @@ def main() -> None:
     parser.add_argument("--steps", type=int, default=200)
     parser.add_argument("names", nargs="*", help="only workloads whose name contains one of these")
     options = parser.parse_args()
-    print(f"{'microseconds per step, median':40}{'measured':>10}{'target':>9}")
+    print(f"{'microseconds, median':40}{'step':>10}{'target':>9}{'audit':>9}{'blocks':>9}")
     for workload in workloads(options.steps):
         if options.names and not any(name in workload.name for name in options.names):
             continue
-        (measured,) = medians_us([Bench(workload)], options.steps)
+        bench = Bench(workload)
+        (measured,) = medians_us([bench], options.steps)
+        audit = statistics.median(bench.audit() for _ in range(_NUM_AUDITS)) * 1e6
         target = "" if workload.target_us is None else f"{workload.target_us:.0f}"
-        print(f"{workload.name:40}{measured:10.0f}{target:>9}")
+        num_blocks = workload.config.num_gpu_blocks
+        print(f"{workload.name:40}{measured:10.0f}{target:>9}{audit:9.0f}{num_blocks:9}")
 
 
 if __name__ == "__main__":

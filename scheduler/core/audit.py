@@ -113,14 +113,15 @@ def pool_faults(pool: BlockPool, holders: NDArray[np.intp]) -> list[str]:
     Args:
         holders: [num_blocks] how many block tables have each block.
     """
-    num_refs, is_free = np.array(pool.ref_counts), _is_free(pool)
+    num_refs, digests = np.array(pool.ref_counts), pool.digests
+    is_free, is_cached = _is_free(pool), _is_cached(pool)
     is_usable = np.arange(len(num_refs)) != NULL_BLOCK
     faults: list[str] = []
 
     def note(is_faulty: BoolArray, sentence: Callable[[int], str]) -> None:
         faults.extend(map(sentence, is_faulty.nonzero()[0].tolist()))
 
-    if is_free[NULL_BLOCK] or num_refs[NULL_BLOCK] or pool.digests[NULL_BLOCK] is not None:
+    if is_free[NULL_BLOCK] or num_refs[NULL_BLOCK] or is_cached[NULL_BLOCK]:
         faults.append("the null block has an owner")
     note(
         is_usable & (num_refs != holders),
@@ -132,19 +133,17 @@ def pool_faults(pool: BlockPool, holders: NDArray[np.intp]) -> list[str]:
     )
     note(is_usable & ~is_free & (holders == 0), lambda b: f"block {b} has no owner")
     note(
-        is_usable & (holders > 1) & ~_is_cached(pool),
+        is_usable & (holders > 1) & ~is_cached,
         lambda b: f"{holders[b]} requests hold block {b}, which the prefix cache does not know",
     )
-    num_found = 0
-    for digest, block_ids in pool.cached_blocks():
-        num_found += len(block_ids)
-        faults += [
-            f"a digest leads to block {b}, which has other contents"
-            for b in block_ids
-            if pool.digests[b] != digest
-        ]
-    if num_found != pool.num_cached:
-        faults.append(f"{pool.num_cached} blocks have a digest and {num_found} are found by it")
+    found = [(digest, b) for digest, block_ids in pool.cached_blocks() for b in block_ids]
+    faults += [
+        f"a digest leads to block {block_id}, which has other contents"
+        for digest, block_id in found
+        if digests[block_id] != digest
+    ]
+    if len(found) != (num_cached := int(is_cached.sum())):
+        faults.append(f"{num_cached} blocks have a digest and {len(found)} are found by it")
     return faults
 
 
