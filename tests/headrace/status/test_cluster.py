@@ -1,63 +1,88 @@
-"""The status store on a node of a Valkey Cluster, where a call may name keys of one slot only."""
+"""The status store in a real cluster, where a script may name keys of one slot only."""
 
 import asyncio
-import contextlib
+from contextlib import asynccontextmanager
 
 import pytest
-import redis.asyncio
-from redis.exceptions import RedisError
 
-from headrace.status.embedded import find_server
 from headrace.status.records import Update
 from headrace.status.states import State, Writer
 from headrace.status.store import StatusStore
+from tests.headrace.status.conftest import immortal_keys
+from tests.headrace.status.servers import HOST, cluster_store
+
+pytestmark = pytest.mark.system
 
 NUM_REQUESTS = 100
 
 
 @pytest.fixture
-async def cluster_url(tmp_path, unused_tcp_port_factory):
-    """A cluster of one node that has every slot."""
-    port = unused_tcp_port_factory()
-    process = await asyncio.create_subprocess_exec(
-        *(str(find_server()), "--port", str(port), "--bind", "127.0.0.1", "--save", ""),
-        *("--cluster-enabled", "yes", "--cluster-port", str(unused_tcp_port_factory())),
-        *("--dir", str(tmp_path)),
-        stdout=asyncio.subprocess.DEVNULL,
+async def cluster(tmp_path):
+    async with cluster_store(tmp_path) as store:
+        yield store
+        for node in store.nodes:
+            async with node.client() as client:
+                assert not await immortal_keys(client)
+
+
+@asynccontextmanager
+async def running(store):
+    async with store:
+        task = asyncio.create_task(store.run())
+        yield store
+        task.cancel()
+        await asyncio.wait([task])
+
+
+def update(name, state, **known):
+    owner = {"router_id": "r", "router_incarnation": "r1"}
+    return Update(
+        request_id=name, state=state, time_unix_s=1.0, create_time_unix_s=1.0, **owner, **known
     )
-    url = f"redis://127.0.0.1:{port}"
-    client = redis.asyncio.Redis.from_url(url, decode_responses=True)
-    try:
-        async with asyncio.timeout(60):
-            while not await _is_formed(client):  # noqa: ASYNC110 the server tells nobody
-                await asyncio.sleep(0.01)
-        yield url
-    finally:
-        await client.aclose()
-        process.terminate()
-        await process.wait()
 
 
-async def _is_formed(client) -> bool:
-    with contextlib.suppress(RedisError, OSError):
-        info = await client.cluster("INFO")
-        if info["cluster_slots_assigned"] == "0":
-            await client.execute_command("CLUSTER ADDSLOTSRANGE", 0, 16383)
-        return info["cluster_state"] == "ok"
-    return False
-
-
-async def test_requests_of_many_slots_are_written_together(cluster_url):
-    async with StatusStore(cluster_url, Writer.ROUTER) as store:
-        running = asyncio.create_task(store.run())
+async def test_requests_are_written_to_all_nodes_and_read_back(cluster):
+    async with running(StatusStore(cluster.url, Writer.ROUTER)) as store:
         for number in range(NUM_REQUESTS):
-            for state in (State.QUEUED, State.DISPATCHED):
-                store.record(Update(request_id=f"r{number}", state=state, time_unix_s=1.0))
+            store.record(update(f"r{number}", State.QUEUED, spec=b"spec", num_completions=1))
+            store.record(update(f"r{number}", State.DISPATCHED))
         assert await store.flush(60)
         assert store.num_refused == 0
+        assert {name async for name in store.live_ids()} == {
+            f"r{number}" for number in range(NUM_REQUESTS)
+        }
         for number in range(NUM_REQUESTS):
-            record = await store.get(f"r{number}")
-            assert record is not None
-            assert record.state is State.DISPATCHED
-        running.cancel()
-        await asyncio.wait([running])
+            found = await store.load(f"r{number}")
+            assert found is not None
+            assert (found.spec, found.completions[0].record.state) == (b"spec", State.DISPATCHED)
+            claimed = await store.claim(
+                found, State.ABORTED, router_id="other", router_incarnation="o1"
+            )
+            assert claimed is not None
+        assert [name async for name in store.live_ids()] == []
+    for node in cluster.nodes:
+        async with node.client() as client:
+            assert await client.dbsize() > 0
+
+
+async def test_the_address_of_one_node_is_the_address_of_a_cluster_too(cluster):
+    store = StatusStore(f"redis+cluster://{HOST}:{cluster.nodes[1].port}", Writer.ROUTER)
+    async with running(store):
+        for number in range(NUM_REQUESTS):
+            store.record(update(f"r{number}", State.QUEUED))
+        assert await store.flush(60)
+
+
+async def test_writing_goes_on_when_a_node_was_away(cluster):
+    async with running(StatusStore(cluster.url, Writer.ROUTER, timeout_s=1.0)) as store:
+        for number in range(NUM_REQUESTS):
+            store.record(update(f"a{number}", State.QUEUED))
+        assert await store.flush(60)
+        await cluster.nodes[0].stop()
+        for number in range(NUM_REQUESTS):
+            store.record(update(f"b{number}", State.QUEUED))
+        assert not await store.flush(0.5)
+        assert not store.is_durable
+        await cluster.nodes[0].start()
+        assert await store.flush(60)
+        assert store.is_durable
