@@ -28,7 +28,11 @@ class RouterConfig(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
         str, help_text("Name that requests use for the model; empty is `model`'s last part.")
     ] = ""
     store_url: Annotated[
-        str, help_text("Status store: redis://, rediss:// or unix://; empty keeps no status.")
+        str,
+        help_text(
+            "Status store: redis://, redis+sentinel://, redis+cluster:// (rediss for TLS) or"
+            " unix://; empty keeps no status."
+        ),
     ] = ""
     policy: Annotated[
         OrderName, help_text("Order of waiting requests; fair is between tenants.")

@@ -14,7 +14,11 @@ class SchedulerSettings(msgspec.Struct, frozen=True, forbid_unknown_fields=True)
     scheduler_id: Annotated[str, help_text("Name of this scheduler; the host's if empty.")] = ""
     worker: Annotated[tuple[str, ...], help_text("host:port of a gpuworker to drive.")] = ()
     store_url: Annotated[
-        str, help_text("Status store: redis://, rediss:// or unix://; empty keeps no status.")
+        str,
+        help_text(
+            "Status store: redis://, redis+sentinel://, redis+cluster:// (rediss for TLS) or"
+            " unix://; empty keeps no status."
+        ),
     ] = ""
     policy: Annotated[PolicySetting, help_text("Order of waiting requests.")] = "fcfs"
     priority_preemption: Annotated[
