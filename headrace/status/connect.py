@@ -15,7 +15,7 @@ No client retries: a retried command can stay with a dead master and be written 
 import asyncio
 import logging
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Coroutine, Sequence
 from hashlib import sha1
 from typing import Any, cast
 from urllib.parse import SplitResult, urlsplit
@@ -33,8 +33,8 @@ from redis.exceptions import (
     ClusterCrossSlotError,
     NoPermissionError,
     NoScriptError,
+    ReadOnlyError,
     RedisError,
-    ResponseError,
 )
 
 from headrace.service.errors import ServiceError, unavailable
@@ -167,7 +167,7 @@ class Connection:
             raise self._refusal
         try:
             async with asyncio.timeout(self._timeout_s):
-                return await self._run(commands)
+                return await _cancellable(self._run(commands))
         # OSError: redis-py lets a dying connection's error through unwrapped.
         except (RedisError, OSError) as error:
             await self._note(error)
@@ -206,9 +206,22 @@ class Connection:
         elif isinstance(self._client, RedisCluster):
             # The slots may have moved; the client asks again when it has no connections.
             await self._client.aclose()
-        elif not isinstance(error, ResponseError) or "READONLY" in str(error):
-            # Another server may have this address, or be the master, by now.
+        elif isinstance(error, ReadOnlyError):
+            # Another server may have this address by now.
             await self._client.connection_pool.disconnect(inuse_connections=False)
+
+
+async def _cancellable(work: Coroutine[Any, Any, list[Any]]) -> list[Any]:
+    """Awaits `work`; raises a cancellation that `work` swallows, as redis-py does when a connection
+    dies at the same time."""
+    task = asyncio.current_task()
+    assert task is not None, "awaited by a task"
+    num_cancels = task.cancelling()
+    try:
+        return await work
+    finally:
+        if task.cancelling() > num_cancels:
+            raise asyncio.CancelledError
 
 
 def _masters_of(client: Redis | RedisCluster) -> SentinelConnectionPool | None:

@@ -36,7 +36,8 @@ async def holding(store, role, name, incarnation):
         yield
     finally:
         task.cancel()
-        await asyncio.wait([task])
+        with pytest.raises(asyncio.CancelledError):
+            await task
 
 
 @pytest.fixture
