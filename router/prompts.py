@@ -78,7 +78,7 @@ class TokenPrompt:
     token_ids: Int32Array
 
 
-Prompt = TextPrompt | ChatPrompt | TokenPrompt
+CheckedPrompt = TextPrompt | ChatPrompt | TokenPrompt
 
 
 class PromptReader:
@@ -129,7 +129,7 @@ class PromptReader:
     async def read(
         self,
         model: str,
-        prompt: Prompt,
+        prompt: CheckedPrompt,
         check: Callable[[int], None],
         *,
         max_tokens: int,
@@ -238,7 +238,7 @@ class PromptReader:
             return JobFailed(message)
 
 
-def _num_chars(prompt: Prompt) -> int:
+def _num_chars(prompt: CheckedPrompt) -> int:
     match prompt:
         case TextPrompt(text):
             return len(text)

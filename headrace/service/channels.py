@@ -28,33 +28,30 @@ class ChannelConfig(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
 
 
 class _Token:
-    """Adds the token to a call. grpc.aio wants another interceptor class for each kind of call."""
+    """Adds the token to a call; grpc.aio wants an interceptor class for each kind of call."""
 
     def __init__(self, token: str) -> None:
         self._header = ("authorization", f"Bearer {token}")
 
+    async def intercept(self, continuation: Any, details: Any, request: Any) -> Any:
+        metadata = grpc.aio.Metadata(*(details.metadata or ()))
+        metadata.add(*self._header)
+        details = grpc.aio.ClientCallDetails(
+            details.method, details.timeout, metadata, details.credentials, details.wait_for_ready
+        )
+        return await continuation(details, request)
+
 
 class _TokenUnary(_Token, grpc.aio.UnaryUnaryClientInterceptor):
-    async def intercept_unary_unary(self, continuation: Any, details: Any, request: Any) -> Any:
-        return await continuation(_with_header(details, self._header), request)
+    intercept_unary_unary: Any = _Token.intercept
 
 
 class _TokenServerStream(_Token, grpc.aio.UnaryStreamClientInterceptor):
-    async def intercept_unary_stream(self, continuation: Any, details: Any, request: Any) -> Any:
-        return await continuation(_with_header(details, self._header), request)
+    intercept_unary_stream: Any = _Token.intercept
 
 
 class _TokenBidi(_Token, grpc.aio.StreamStreamClientInterceptor):
-    async def intercept_stream_stream(self, continuation: Any, details: Any, requests: Any) -> Any:
-        return await continuation(_with_header(details, self._header), requests)
-
-
-def _with_header(details: Any, header: tuple[str, str]) -> grpc.aio.ClientCallDetails:
-    metadata = grpc.aio.Metadata(*(details.metadata or ()))
-    metadata.add(*header)
-    return grpc.aio.ClientCallDetails(
-        details.method, details.timeout, metadata, details.credentials, details.wait_for_ready
-    )
+    intercept_stream_stream: Any = _Token.intercept
 
 
 def open_channel(target: str, config: ChannelConfig | None = None) -> grpc.aio.Channel:

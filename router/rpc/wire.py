@@ -18,7 +18,7 @@ from headrace.service.protocol import FINISH_REASON
 from headrace.service.sampling import check_values, refuse
 from headrace.v1 import common_pb2, inference_pb2
 from headrace.vocabulary import FinishReason
-from router.prompts import ChatPrompt, Prompt, TextPrompt, TokenPrompt
+from router.prompts import ChatPrompt, CheckedPrompt, TextPrompt, TokenPrompt
 from router.request import Int32Array, Spec
 from router.revival import Origin
 from router.stream import CompletionDelta, Reply
@@ -179,7 +179,7 @@ def _deadline(request: inference_pb2.GenerateRequest) -> float | None:
     return float(stamp.seconds) + stamp.nanos / 1e9
 
 
-def to_prompt(request: inference_pb2.GenerateRequest, bounds: Bounds) -> Prompt:
+def to_prompt(request: inference_pb2.GenerateRequest, bounds: Bounds) -> CheckedPrompt:
     """The prompt, in one of its three forms."""
     match request.WhichOneof("prompt"):
         case "text":

@@ -12,7 +12,7 @@ from hypothesis import strategies as st
 
 from headrace.service.errors import ServiceError, from_rpc_error
 from headrace.v1 import inference_pb2
-from router.prompts import Prompt
+from router.prompts import CheckedPrompt
 from router.rpc import wire
 from tests.router.fake_scheduler import MODEL, Script
 
@@ -193,7 +193,7 @@ def test_any_message_is_taken_or_refused_in_words(payload):
         with contextlib.suppress(ServiceError):
             spec, prompt = check(message)
             assert 1 <= spec.n <= 16
-            assert isinstance(prompt, Prompt)
+            assert isinstance(prompt, CheckedPrompt)
 
 
 @settings(max_examples=60, deadline=None, suppress_health_check=list(HealthCheck))
