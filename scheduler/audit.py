@@ -96,7 +96,7 @@ class Auditor:
         """Answer with what the worker says its rows are after the plan; None: it does not say."""
         num_compared, faults = None, audit.book.faults
         if rows is not None:
-            num_compared = len(rows.rows)
+            num_compared = len(set(rows.rows.tolist()) - audit.untold_rows)
             faults = limited([*faults, *row_faults(audit, rows)])
         for answer in audit.answers:
             if not answer.done():

@@ -4,7 +4,6 @@ import asyncio
 import sys
 from asyncio.subprocess import Process
 from collections.abc import AsyncIterator, Callable
-from concurrent.futures import ThreadPoolExecutor
 from contextlib import asynccontextmanager
 from functools import partial
 from pathlib import Path
@@ -13,18 +12,16 @@ import numpy as np
 import pytest
 import transformers
 
-from gpuworker.engine import LoadedModel
-from gpuworker.rpc.service import FULL_NAME, GpuWorkerService, Identity
 from headrace.client import HeadraceClient, Sampling, ServiceError
 from headrace.service.columns import pack_int32
-from headrace.service.serving import GrpcServer, ServingConfig
 from headrace.v1 import scheduler_pb2
 from scheduler.rpc.gpuworker_client import GpuWorkerClient
 from scheduler.worker import WorkerTakenError
-from tests.gpuworker.tiny import LLAMA, make_runner, save_checkpoint
+from tests.gpuworker.tiny import LLAMA, save_checkpoint
 from tests.headrace.waiting import eventually
 from tests.router.tiny_models import byte_level_tokenizer
 from tests.scheduler.harness import RunningScheduler, router_to, running_scheduler, until
+from tests.system.real_worker import RealWorker, real_worker
 
 pytestmark = pytest.mark.system
 
@@ -32,23 +29,6 @@ PROMPT = [9, 20, 31, 42, 53]
 NUM_TOKENS = 200
 LONG = Sampling(max_tokens=NUM_TOKENS, ignore_eos=True, temperature=0.0)
 WORKER_FLAGS = ("--num-threads", "1", "--num-kv-blocks", "200")
-
-
-class RealWorker:
-    """The worker's service over a tiny model, where a scheduler's harness wants a worker."""
-
-    errors: tuple[str, ...] = ()
-
-    def __init__(self, service: GpuWorkerService, server: GrpcServer, address: str) -> None:
-        self.service = service
-        self.address = address
-        self._server = server
-
-    async def kill(self) -> None:
-        """The fixture stops it: it outlives each of its schedulers."""
-
-    async def stop(self) -> None:
-        await self._server.stop(0)
 
 
 @pytest.fixture(scope="module")
@@ -70,15 +50,8 @@ def checkpoint_with_tokenizer(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 @pytest.fixture
 async def worker(checkpoint: Path) -> AsyncIterator[RealWorker]:
-    with ThreadPoolExecutor(1, thread_name_prefix="model") as thread:
-        service = GpuWorkerService(Identity("w1", "tiny", "mixed"), thread)
-        server = GrpcServer(ServingConfig(), [FULL_NAME])
-        service.add_to(server.server)
-        worker = RealWorker(service, server, await server.start())
-        runner = make_runner(checkpoint, num_kv_blocks=60)
-        service.set_engine(LoadedModel(runner, "cpu", "float32", "float32", pipeline_depth=2))
+    async with real_worker(checkpoint) as worker:
         yield worker
-        await worker.stop()
 
 
 @pytest.fixture
