@@ -42,6 +42,7 @@ from headrace.types import (
     Sampling,
     StatusRecord,
     TokenLogprobs,
+    WorkerAudit,
 )
 from headrace.v1 import inference_pb2
 
@@ -215,6 +216,11 @@ class HeadraceClient:
     async def pool(self) -> PoolInfo:
         """The workers and their load, as the router sees them."""
         return messages.to_pool(await self._call("GetPool", inference_pb2.GetPoolRequest()))
+
+    async def audit(self) -> list[WorkerAudit]:
+        """Who owns the KV blocks of each worker, and what is wrong, by worker."""
+        response = await self._call("AuditPool", inference_pb2.AuditPoolRequest())
+        return [messages.to_audit(worker) for worker in response.workers]
 
     async def _call(self, method: str, request: Any) -> Any:
         """One unary call, with errors mapped; part of the caller's trace if there is one."""

@@ -19,6 +19,7 @@ from headrace.types import (
     StatusRecord,
     TokenLogprobs,
     Usage,
+    WorkerAudit,
     WorkerStatus,
 )
 from headrace.v1 import common_pb2, inference_pb2
@@ -131,6 +132,9 @@ def to_record(r: inference_pb2.GetStatusResponse) -> StatusRecord:
         prompt_tokens=r.prompt_tokens,
         completion_tokens=r.completion_tokens,
         detail=r.detail,
+        router_id=r.router_id,
+        scheduler_id=r.scheduler_id,
+        worker_id=r.worker_id,
     )
 
 
@@ -170,6 +174,21 @@ def to_pool(r: inference_pb2.GetPoolResponse) -> PoolInfo:
         num_queued=r.num_queued,
         num_in_flight=r.num_in_flight,
         num_paused=r.num_paused,
+    )
+
+
+def to_audit(a: common_pb2.WorkerAudit) -> WorkerAudit:
+    """The audit of one worker."""
+    return WorkerAudit(
+        worker_id=a.worker_id,
+        scheduler_id=a.scheduler_id,
+        num_kv_blocks=a.num_kv_blocks,
+        num_free_blocks=a.num_free_blocks,
+        num_cached_blocks=a.num_cached_blocks,
+        num_owned_blocks=a.num_owned_blocks,
+        num_requests=a.num_requests,
+        num_compared_rows=a.num_compared_rows if a.HasField("num_compared_rows") else None,
+        faults=tuple(a.faults),
     )
 
 

@@ -144,7 +144,10 @@ class AbortOutcome:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class StatusRecord:
-    """Where a request stands. Times are seconds since the epoch of Unix."""
+    """Where a request stands. Times are seconds since the epoch of Unix.
+
+    router_id, scheduler_id and worker_id last had the request; "" where none has had it.
+    """
 
     request_id: str
     state: str
@@ -156,6 +159,9 @@ class StatusRecord:
     prompt_tokens: int
     completion_tokens: int
     detail: str
+    router_id: str = ""
+    scheduler_id: str = ""
+    worker_id: str = ""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -228,3 +234,22 @@ class PoolInfo:
     num_queued: int
     num_in_flight: int
     num_paused: int
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class WorkerAudit:
+    """Who owns the KV blocks of a worker, and what is wrong with that.
+
+    num_compared_rows is None where the worker gave no account of its own rows. Without faults the
+    ledger is sound.
+    """
+
+    worker_id: str
+    scheduler_id: str
+    num_kv_blocks: int
+    num_free_blocks: int
+    num_cached_blocks: int
+    num_owned_blocks: int
+    num_requests: int
+    num_compared_rows: int | None
+    faults: tuple[str, ...]

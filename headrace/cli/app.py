@@ -28,14 +28,16 @@ _COMMANDS = {
     "serve": "Serve a model on this machine.",
     "generate": "Complete a prompt, streaming the text.",
     "chat": "Talk to a model.",
+    "resume": "Go on reading a request.",
     "abort": "End requests.",
     "status": "Show the state of a request.",
     "explain": "Show how a request was scheduled, and why.",
     "models": "List the models that are served.",
-    "pool": "Show the workers and their load.",
+    "pool": "Show the workers and their load, or audit their KV blocks.",
     "top": "Show the workers and their load until Ctrl-C.",
 }
 _MODULES = {
+    "resume": "generate",
     "abort": "requests",
     "status": "requests",
     "explain": "requests",

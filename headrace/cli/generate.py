@@ -62,6 +62,58 @@ def generate(prompt: str | None, **arguments: Any) -> None:
     run(_generate(_read(prompt), arguments))
 
 
+@click.command()
+@click.argument("request_id")
+@click.option(
+    "--from-token",
+    type=click.IntRange(min=0),
+    default=0,
+    show_default=True,
+    help="First generated token wanted: how many have been read.",
+)
+@json_option
+@resume_option
+@connection_options
+def resume(request_id: str, from_token: int, as_json: bool, **arguments: Any) -> None:
+    """Go on reading a request that runs, or that finished lately; from its beginning by default.
+
+    Any router can be asked. A caller that reads the request now is cut off. Ctrl-C leaves the
+    request as it is: `headrace abort` ends it.
+
+    \b
+    Examples:
+      headrace resume my-request
+      headrace resume my-request --from-token 120
+    """
+    run(_resume(request_id, from_token, arguments, as_json=as_json))
+
+
+async def _resume(
+    request_id: str, from_token: int, arguments: dict[str, Any], *, as_json: bool
+) -> None:
+    from headrace.cli.figures import Stopwatch
+    from headrace.cli.printing import note, print_stream
+
+    others: set[int] = set()
+
+    async def first_completion(deltas: Any) -> Any:
+        async for delta in deltas:
+            if delta.index:
+                others.add(delta.index)
+            else:
+                yield delta
+
+    async with open_client(arguments) as client:
+        deltas = client.resume(request_id, from_token)
+        async with contextlib.aclosing(deltas):
+            if as_json:
+                await _print_whole(deltas, Stopwatch(), as_json=True)
+            else:
+                await print_stream(first_completion(deltas), Stopwatch(), [])
+    if others:
+        note(f"the first of {len(others) + 1} completions; --json prints all")
+
+
 def _read(prompt: str | None) -> str:
     """The prompt's text, from stdin where that is meant."""
     if prompt is None and sys.stdin.isatty():

@@ -6,11 +6,11 @@ from typing import TYPE_CHECKING, Any
 
 import click
 
-from headrace.cli.exits import run
+from headrace.cli.exits import Failure, run
 from headrace.cli.options import ask, connection_options, json_option, open_client, print_json
 
 if TYPE_CHECKING:
-    from headrace.types import PoolInfo
+    from headrace.types import PoolInfo, WorkerAudit
 
 _CLEAR_SCREEN = "\x1b[H\x1b[2J"
 
@@ -35,15 +35,53 @@ def models(as_json: bool, **arguments: Any) -> None:
 
 
 @click.command()
+@click.argument("what", type=click.Choice(["audit"]), required=False, metavar="[audit]")
 @json_option
 @connection_options
-def pool(as_json: bool, **arguments: Any) -> None:
-    """The workers and their load, as the router sees them now."""
+def pool(what: str | None, as_json: bool, **arguments: Any) -> None:
+    """The workers and their load, as the router sees them now.
+
+    With audit: how many KV blocks requests, prefix cache and nobody hold, by the books of the
+    schedulers, and whether the workers' own rows agree. Exit code 1 with the faults when a block
+    has no owner or a wrong one.
+
+    \b
+    Examples:
+      headrace pool
+      headrace pool audit
+    """
+    if what == "audit":
+        _audit(as_json, arguments)
+        return
     found = ask(arguments, lambda client: client.pool())
     if as_json:
         print_json(found)
     else:
         click.echo(_pool_text(found))
+
+
+def _audit(as_json: bool, arguments: dict[str, Any]) -> None:
+    """Prints the audit; Failure when there are faults."""
+    audits = ask(arguments, lambda client: client.audit())
+    if as_json:
+        print_json(audits)
+    else:
+        rows = [["WORKER", "SCHEDULER", "BLOCKS", "REQUESTS'", "CACHED", "FREE", "HOLDERS", "ROWS"]]
+        rows += [_audit_row(audit) for audit in audits]
+        click.echo(_table(rows))
+        for audit in audits:
+            for fault in audit.faults:
+                click.echo(f"{audit.worker_id or audit.scheduler_id}: {fault}")
+    wrong = sum(bool(audit.faults) for audit in audits)
+    if wrong:
+        raise Failure(f"the ledgers of {wrong} of {len(audits)} workers have faults")
+
+
+def _audit_row(audit: "WorkerAudit") -> list[str]:
+    blocks = (audit.num_kv_blocks, audit.num_owned_blocks, audit.num_cached_blocks)
+    counts = (*blocks, audit.num_free_blocks, audit.num_requests)
+    compared = "-" if audit.num_compared_rows is None else f"{audit.num_compared_rows} compared"
+    return [audit.worker_id or "-", audit.scheduler_id, *map(str, counts), compared]
 
 
 @click.command()

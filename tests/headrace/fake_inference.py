@@ -129,6 +129,8 @@ class FakeInference(inference_pb2_grpc.InferenceServicer):
         self.errors: list[ServiceError] = []
         # A resumed stream begins so many tokens too late.
         self.resume_shift = 0
+        # Of worker w1's ledger.
+        self.faults: list[str] = []
         self.orphan_ttl_s = float(os.environ.get("FAKE_ORPHAN_TTL_S", "60"))
 
     def _live_ids_of(self, tenant: str) -> list[str]:
@@ -256,6 +258,8 @@ class FakeInference(inference_pb2_grpc.InferenceServicer):
             epoch=1,
             model=MODEL,
             prompt_tokens=7,
+            router_id="r0",
+            scheduler_id="s0",
         )
         response.create_time.FromMilliseconds(1_700_000_000_500)
         response.update_time.FromMilliseconds(1_700_000_001_500)
@@ -305,6 +309,22 @@ class FakeInference(inference_pb2_grpc.InferenceServicer):
             num_running=2,
             max_num_seqs=8,
         )
+        return response
+
+    async def AuditPool(self, request, context):
+        response = inference_pb2.AuditPoolResponse()
+        for worker_id, faults in (("w0", ()), ("w1", self.faults)):
+            response.workers.add(
+                worker_id=worker_id,
+                scheduler_id="s0",
+                num_kv_blocks=100,
+                num_free_blocks=70,
+                num_cached_blocks=20,
+                num_owned_blocks=10,
+                num_requests=2,
+                num_compared_rows=None if worker_id == "w0" else 3,
+                faults=faults,
+            )
         return response
 
 

@@ -140,6 +140,19 @@ def test_a_client_that_leaves_frees_its_blocks(server, number):
     until(load)
 
 
+def test_every_kv_block_has_one_owner_while_a_request_runs(server):
+    process = start("generate", "Once upon a time", "--max-tokens", "400", "--server", server)
+    assert process.stdout.read(1)
+    audit = headrace("pool", "audit", "--json", server=server)
+    process.send_signal(signal.SIGINT)
+    process.communicate(timeout=30)
+    assert audit.returncode == 0, audit.stdout + audit.stderr
+    (worker,) = json.loads(audit.stdout)
+    assert worker["num_requests"] == worker["num_compared_rows"] == 1
+    parts = ("num_free_blocks", "num_cached_blocks", "num_owned_blocks")
+    assert sum(worker[part] for part in parts) == worker["num_kv_blocks"]
+
+
 def service(serving, name):
     """The process of a service, once it is a new one after an earlier kill."""
     children = psutil.Process(serving[0].pid).children()

@@ -238,3 +238,22 @@ async def test_a_second_router_of_the_list_takes_over(router, headrace, unused_t
     servers = f"127.0.0.1:{unused_tcp_port},{router.proxy.address}"
     result = await asyncio.to_thread(headrace, "generate", "hi", "--server", servers)
     assert (result.stdout, result.stderr) == ("hi\n", "")
+
+
+def test_a_request_can_be_read_again_from_any_token(headrace):
+    headrace("generate", "one two three", "--request-id", "again")
+    assert headrace("resume", "again").stdout == "one two three\n"
+    assert headrace("resume", "again", "--from-token", "1").stdout == "two three\n"
+    answer = json.loads(headrace("resume", "again", "--from-token", "2", "--json").stdout)
+    assert answer["outputs"][0]["token_ids"] == [2]
+    unknown = headrace("resume", "nobody")
+    assert (unknown.exit_code, unknown.stdout) == (1, "")
+    assert "[UNKNOWN_REQUEST]" in unknown.stderr
+
+
+def test_of_several_completions_the_first_is_read_again(headrace):
+    headrace("generate", "a b", "-n", "2", "--request-id", "both")
+    result = headrace("resume", "both")
+    assert result.stdout == "a b\n"
+    assert result.stderr == "(the first of 2 completions; --json prints all)\n"
+    assert len(json.loads(headrace("resume", "both", "--json").stdout)["outputs"]) == 2
