@@ -1,17 +1,20 @@
 """A status store for one machine: a real Valkey server as a child process.
 
 The server listens on a unix socket in a private folder and requires a password drawn for this run.
-The server is restarted when it dies, and stopped when this process ends. An append-only file
-ensures that a restart loses no acknowledged write.
+The server is restarted when it dies, and stopped when this process ends. With an append-only file,
+a restart of the server loses no acknowledged write, and a power cut those of the last second.
 """
 
 import asyncio
 import contextlib
+import fcntl
 import logging
+import os
 import secrets
 import shutil
 import signal
 import time
+from collections.abc import Mapping
 from pathlib import Path
 from typing import Any, Self, cast
 
@@ -30,6 +33,10 @@ _POLL_S = 0.01
 _STOP_TIMEOUT_S = 5.0
 _FIRST_BACKOFF_S = 0.1
 _MAX_BACKOFF_S = 5.0
+# The server of a `headrace serve` that was killed keeps its data folder for a moment.
+_LOCK_TIMEOUT_S = 5.0
+# Records that have ended make room by their TTL; until then, no new ones are taken.
+_MAX_MEMORY = "1gb"
 # A server that ran this long was healthy, so the restart backoff is reset.
 _WELL_AFTER_S = 10.0
 
@@ -42,6 +49,8 @@ requirepass {password}
 appendonly yes
 appendfsync everysec
 save ""
+maxmemory {max_memory}
+maxmemory-policy noeviction
 daemonize no
 loglevel warning
 """
@@ -67,15 +76,27 @@ def find_server() -> Path:
         ) from error
 
 
+def default_data_dir(name: str, environ: Mapping[str, str] = os.environ) -> Path:
+    """The folder in the user's state folder where the store called `name` keeps its data.
+
+    Whoever starts several stores gives each a name that is the same after a restart.
+    """
+    state = Path(environ.get("XDG_STATE_HOME", ""))
+    if not state.is_absolute():
+        state = Path.home() / ".local" / "state"
+    return state / "headrace" / f"store-{name}"
+
+
 class EmbeddedStore:
     """The server process and its supervision.
 
     `async with` starts the server, waits until it answers, and stops it. The private folder is
-    removed at the end; a given data folder stays.
+    removed at the end; a given data folder stays. One store at a time has a data folder.
     """
 
     def __init__(self, data_dir: Path | None = None, server: Path | None = None) -> None:
         """data_dir keeps records across restarts of Headrace; None: records are lost at exit."""
+        self._lock: int | None = None
         self._server = server
         self._data_dir = data_dir
         self._password = secrets.token_urlsafe(24)
@@ -102,7 +123,7 @@ class EmbeddedStore:
         try:
             if self._data_dir is None:
                 self._data_dir = self._private_dir / "data"
-            self._data_dir.mkdir(mode=0o700, parents=True, exist_ok=True)
+            await self._lock_data(self._data_dir)
             await self._start(server)
         except BaseException:
             await self._end(signal.SIGKILL)
@@ -130,10 +151,31 @@ class EmbeddedStore:
     def _log(self) -> Path:
         return self._socket.with_name("store.log")
 
+    async def _lock_data(self, folder: Path) -> None:
+        """Makes the data folder ours, for as long as this process or the server lives."""
+        self._lock = _open_lock(folder)
+        self._cleanup.callback(os.close, self._lock)
+        deadline = time.monotonic() + _LOCK_TIMEOUT_S
+        while True:
+            with contextlib.suppress(BlockingIOError):
+                return fcntl.flock(self._lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
+            if time.monotonic() > deadline:
+                raise EmbeddedStoreError(
+                    f"another store has the data folder {folder}; stop that one, or give this one"
+                    " another folder"
+                )
+            await asyncio.sleep(_POLL_S)
+
     async def _start(self, server: Path) -> None:
         """Starts the server and waits until PING is answered."""
         self._socket.unlink(missing_ok=True)
-        config = _CONFIG.format(socket=self._socket, data=self._data_dir, password=self._password)
+        config = _CONFIG.format(
+            socket=self._socket,
+            data=self._data_dir,
+            password=self._password,
+            max_memory=_MAX_MEMORY,
+        )
+        assert self._lock is not None, "locked before"
         with self._log.open("wb") as log:
             process = self._process = await asyncio.create_subprocess_exec(
                 *tied_to_us([str(server), "-"]),
@@ -142,6 +184,7 @@ class EmbeddedStore:
                 stderr=log,
                 # Ctrl-C in the terminal must not stop the server before its writers.
                 start_new_session=True,
+                pass_fds=(self._lock,),
             )
         # The configuration goes through a pipe: the password is in no file and no argument list.
         assert process.stdin is not None
@@ -208,3 +251,14 @@ class EmbeddedStore:
         """The last lines of the server's log."""
         lines = self._log.read_text(encoding="utf-8", errors="replace").splitlines()
         return " | ".join(lines[-5:]) or "it said nothing"
+
+
+def _open_lock(folder: Path) -> int:
+    """Makes a data folder if there is none, and opens its lock file."""
+    try:
+        folder.mkdir(mode=0o700, parents=True, exist_ok=True)
+        return os.open(folder / "owner.lock", os.O_RDWR | os.O_CREAT, 0o600)
+    except OSError as error:
+        raise EmbeddedStoreError(
+            f"the data folder of the store cannot be written ({error}); give another one"
+        ) from error

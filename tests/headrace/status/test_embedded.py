@@ -14,7 +14,12 @@ import redis.asyncio
 from redis.exceptions import AuthenticationError
 
 from headrace.status import embedded as embedded_module
-from headrace.status.embedded import EmbeddedStore, EmbeddedStoreError, find_server
+from headrace.status.embedded import (
+    EmbeddedStore,
+    EmbeddedStoreError,
+    default_data_dir,
+    find_server,
+)
 from tests.headrace.waiting import eventually
 
 pytestmark = pytest.mark.system
@@ -70,6 +75,31 @@ async def test_a_data_folder_that_is_given_outlives_it(tmp_path):
     assert count == 2
 
 
+async def test_a_data_folder_has_one_store_at_a_time(tmp_path, monkeypatch):
+    monkeypatch.setattr(embedded_module, "_LOCK_TIMEOUT_S", 0.0)
+    async with EmbeddedStore(tmp_path / "data"):
+        with pytest.raises(EmbeddedStoreError, match="another store has the data folder"):
+            async with EmbeddedStore(tmp_path / "data"):
+                pass
+    async with EmbeddedStore(tmp_path / "data"):
+        pass
+
+
+async def test_a_data_folder_that_cannot_be_made_is_said(tmp_path):
+    (tmp_path / "file").write_text("")
+    with pytest.raises(EmbeddedStoreError, match="cannot be written"):
+        async with EmbeddedStore(tmp_path / "file" / "data"):
+            pass
+
+
+def test_data_is_kept_in_the_users_state_folder(tmp_path):
+    environ = {"XDG_STATE_HOME": str(tmp_path)}
+    assert default_data_dir("8700", environ) == tmp_path / "headrace" / "store-8700"
+    for relative in ({}, {"XDG_STATE_HOME": "relative"}):
+        home = Path.home() / ".local" / "state"
+        assert default_data_dir("a", relative) == home / "headrace" / "store-a"
+
+
 async def test_a_server_that_cannot_start_says_why(tmp_path):
     broken = tmp_path / "valkey-server"
     broken.write_text("#!/bin/sh\necho out of cheese >&2\nexit 3\n")
@@ -89,12 +119,17 @@ def test_a_server_on_path_comes_first(tmp_path, monkeypatch):
 
 
 PARENT = """
-import asyncio
+import asyncio, sys
+from pathlib import Path
+from redis.asyncio import Redis
 from headrace.status.embedded import EmbeddedStore
 
 async def main():
-    async with EmbeddedStore() as server:
+    async with EmbeddedStore(*map(Path, sys.argv[1:])) as server:
         print(server.pid, server._private_dir, flush=True)
+        async with Redis.from_url(server.url) as client:
+            await client.set("key", "value", ex=1000)
+        print("key", flush=True)
         await asyncio.Event().wait()
 
 asyncio.run(main())
@@ -121,3 +156,20 @@ async def test_it_dies_with_a_parent_that_is_killed():
     await eventually(is_gone)
     async with EmbeddedStore():
         assert folder not in folders(), "the next start clears up"
+
+
+async def test_the_data_of_a_killed_parent_are_there_for_the_next(tmp_path):
+    parent = await asyncio.create_subprocess_exec(
+        *(sys.executable, "-c", PARENT, str(tmp_path)), stdout=asyncio.subprocess.PIPE
+    )
+    assert parent.stdout is not None
+    assert await parent.stdout.readline()
+    key = (await parent.stdout.readline()).decode().strip()
+    parent.kill()
+    # At once: the killed parent's server may still be there.
+    async with (
+        EmbeddedStore(tmp_path) as server,
+        redis.asyncio.Redis.from_url(server.url) as client,
+    ):
+        assert await client.get(key) == b"value"
+    await parent.communicate()
