@@ -221,7 +221,7 @@ class Requests:
         return self._runner.launch(plan)
 
     def _placed(self) -> dict[str, Any]:
-        """Columns of a plan that places all requests, with all blocks that they will need."""
+        """Columns of a plan that assigns a row and all its blocks to each request."""
         length = self._task.num_prompt_tokens
         rng, vocab_size = np.random.default_rng(0), self._runner.limits.vocab_size
         greedy = SamplingSettings(temperature=0.0, ignore_eos=True)

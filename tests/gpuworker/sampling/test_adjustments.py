@@ -5,7 +5,7 @@ import torch
 
 from gpuworker.core.plan import AssignedRequest, SamplingSettings
 from gpuworker.core.request_slots import RequestSlots
-from tests.gpuworker.sampling.places import sample, sampled
+from tests.gpuworker.sampling.samples import sample, sampled
 
 GREEDY = SamplingSettings(temperature=0.0)
 VOCAB_SIZE = 30

@@ -9,7 +9,7 @@ import torch
 
 from gpuworker.core.plan import SamplingSettings
 from tests.gpuworker.sampling.chi_square import assert_follows
-from tests.gpuworker.sampling.places import sampled
+from tests.gpuworker.sampling.samples import sampled
 
 GREEDY = SamplingSettings(temperature=0.0)
 NUM_DRAWS = 4000

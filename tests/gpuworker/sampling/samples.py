@@ -1,4 +1,4 @@
-"""Places to sample from: a batch without a model, each place with its own settings."""
+"""A batch of samples without a model, each sample with its own settings."""
 
 from collections.abc import Sequence
 
