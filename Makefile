@@ -78,8 +78,9 @@ format: $(STAMP) ## Format and mend what can be mended
 protos: $(STAMP) ## Generate headrace/v1 from protos/
 	PATH=$(abspath $(BIN)):$$PATH $(BIN)/python protos/generate.py
 
-docs: $(STAMP) ## Write docs/settings.md from the settings that the services read
+docs: $(STAMP) ## Write docs/settings.md and the chart's values from the settings that the services read
 	$(BIN)/python docs/generate.py
+	$(BIN)/python helm/generate.py
 
 lock: $(STAMP) ## Write requirements.lock from what is installed
 	$(BIN)/python -m pip freeze --all --exclude pip --exclude-editable | sed 's/^\(torch==[0-9.]*\)+.*/\1/' > requirements.lock

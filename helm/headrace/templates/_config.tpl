@@ -1,0 +1,88 @@
+{{/* The settings file of a service. */}}
+
+{{/* A value as TOML. Helm holds whole numbers as floats and would print the large ones as 1e+07. */}}
+{{- define "headrace.toml.value" -}}
+{{- if kindIs "float64" . -}}
+{{- if eq . (floor .) }}{{ int64 . }}{{ else }}{{ . }}{{ end -}}
+{{- else if kindIs "slice" . -}}
+[{{ range $i, $item := . }}{{ if $i }}, {{ end }}{{ include "headrace.toml.value" $item }}{{ end }}]
+{{- else if kindIs "map" . -}}
+{ {{- range $i, $key := keys . | sortAlpha }}{{ if $i }},{{ end }} {{ $key | toJson }} = {{ include "headrace.toml.value" (get $ $key) }}{{ end }} }
+{{- else -}}
+{{- toJson . -}}
+{{- end -}}
+{{- end }}
+
+{{/* A whole file: a dict of sections. Null leaves a setting at its default. */}}
+{{- define "headrace.toml" -}}
+{{- range $section := keys . | sortAlpha }}
+[{{ $section }}]
+{{- $settings := get $ $section }}
+{{- range $key := keys $settings | sortAlpha }}
+{{- $value := get $settings $key }}
+{{- if not (kindIs "invalid" $value) }}
+{{ $key }} = {{ include "headrace.toml.value" $value }}
+{{- end }}
+{{- end }}
+{{ end -}}
+{{- end }}
+
+{{/*
+The sections that every service has, as YAML; takes a dict of root, values, port, service (whose token
+and certificate this is) and perhaps next (the service that is called).
+*/}}
+{{- define "headrace.commonConfig" -}}
+{{- $serving := dict "listen" (printf "0.0.0.0:%d" (int .port)) "drain_timeout_s" .values.drainTimeoutSeconds -}}
+{{- $channel := dict -}}
+{{- if .root.Values.auth.enabled -}}
+{{- $_ := set $serving "auth_token_file" (printf "/etc/headrace/tokens/%s-token" .service) -}}
+{{- if .next -}}
+{{- $_ := set $channel "auth_token_file" (printf "/etc/headrace/tokens/%s-token" .next) -}}
+{{- end -}}
+{{- end -}}
+{{- if .root.Values.tls.enabled -}}
+{{- $_ := set $serving "tls_cert_file" "/etc/headrace/tls/tls.crt" -}}
+{{- $_ := set $serving "tls_key_file" "/etc/headrace/tls/tls.key" -}}
+{{- if or (ne .service "router") .root.Values.tls.requireClientCertificates -}}
+{{- $_ := set $serving "tls_client_ca_file" "/etc/headrace/tls/ca.crt" -}}
+{{- end -}}
+{{- $_ := set $channel "tls_ca_file" "/etc/headrace/tls/ca.crt" -}}
+{{- $_ := set $channel "tls_cert_file" "/etc/headrace/tls/tls.crt" -}}
+{{- $_ := set $channel "tls_key_file" "/etc/headrace/tls/tls.key" -}}
+{{- end -}}
+{{- $process := dict "log_level" .root.Values.telemetry.logLevel -}}
+{{- with .root.Values.telemetry.otlpEndpoint -}}
+{{- $_ := set $process "otlp_endpoint" . -}}
+{{- end -}}
+{{- $config := dict "serving" $serving "process" $process -}}
+{{- if .next -}}
+{{- $_ := set $config "channel" $channel -}}
+{{- end -}}
+{{- toYaml $config -}}
+{{- end }}
+
+{{- define "headrace.servedName" -}}
+{{- default (.Values.model.name | base | trimSuffix ".gguf") .Values.model.servedName -}}
+{{- end }}
+
+{{- define "headrace.routerConfig" -}}
+{{- $config := include "headrace.commonConfig" (dict "root" . "values" .Values.router "port" 8700 "service" "router" "next" "scheduler") | fromYaml -}}
+{{- $own := dict "model" .Values.model.name "model_name" (include "headrace.servedName" .) "scheduler" (include "headrace.schedulers" . | fromYaml).schedulers -}}
+{{- $_ := set $config "router" $own -}}
+{{- include "headrace.toml" (mustMergeOverwrite $config (mustDeepCopy .Values.router.config)) -}}
+{{- end }}
+
+{{/* Takes a dict of root and index. */}}
+{{- define "headrace.schedulerConfig" -}}
+{{- $config := include "headrace.commonConfig" (dict "root" .root "values" .root.Values.scheduler "port" 8701 "service" "scheduler" "next" "gpuworker") | fromYaml -}}
+{{- $_ := set $config "scheduler" (dict "worker" (include "headrace.workers" . | fromYaml).workers) -}}
+{{- include "headrace.toml" (mustMergeOverwrite $config (mustDeepCopy .root.Values.scheduler.config)) -}}
+{{- end }}
+
+{{/* Takes a dict of root and pool, a pool with all its values. */}}
+{{- define "headrace.gpuworkerConfig" -}}
+{{- $config := include "headrace.commonConfig" (dict "root" .root "values" .pool "port" 8702 "service" "gpuworker") | fromYaml -}}
+{{- $own := dict "model" (default .root.Values.model.name .pool.model) "model_name" (include "headrace.servedName" .root) "role" .pool.role "dtype" .pool.dtype "device" (ternary "cuda" "cpu" (gt (int .pool.gpu.count) 0)) -}}
+{{- $_ := set $config "gpuworker" $own -}}
+{{- include "headrace.toml" (mustMergeOverwrite $config (mustDeepCopy .pool.config)) -}}
+{{- end }}

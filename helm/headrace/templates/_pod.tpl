@@ -1,0 +1,198 @@
+{{/* What every pod has. */}}
+
+{{/* The metadata of a pod template; takes a dict of root, component, values, perhaps pool, and config. */}}
+{{- define "headrace.podMetadata" -}}
+{{- $annotations := mustMergeOverwrite (dict) .root.Values.commonAnnotations .values.podAnnotations -}}
+{{- with .config -}}
+{{- $_ := set $annotations "checksum/config" (sha256sum .) -}}
+{{- end -}}
+metadata:
+  labels:
+    {{- toYaml (mustMergeOverwrite (dict) .root.Values.commonLabels .values.podLabels (include "headrace.labels" . | fromYaml)) | nindent 4 }}
+  {{- with $annotations }}
+  annotations:
+    {{- toYaml . | nindent 4 }}
+  {{- end }}
+{{- end }}
+
+{{/*
+Account, security and placement; takes a dict of root, component, values and perhaps pool, gpu.
+Without enableServiceLinks: false a Service named headrace-router would put HEADRACE_ROUTER_PORT and
+such into the environment, which the services read as settings and refuse.
+*/}}
+{{- define "headrace.podBase" -}}
+{{- $defaults := .root.Values.podDefaults -}}
+{{- $tolerations := default $defaults.tolerations .values.tolerations -}}
+{{- with .gpu -}}
+{{- if and (gt (int .count) 0) .tolerateTaint -}}
+{{- $tolerations = append $tolerations (dict "key" .resource "operator" "Exists" "effect" "NoSchedule") -}}
+{{- end -}}
+{{- end -}}
+serviceAccountName: {{ include "headrace.serviceAccount" .root }}
+automountServiceAccountToken: false
+enableServiceLinks: false
+{{- with .root.Values.images.pullSecrets }}
+imagePullSecrets:
+  {{- toYaml . | nindent 2 }}
+{{- end }}
+{{- with .root.Values.podSecurityContext }}
+securityContext:
+  {{- toYaml . | nindent 2 }}
+{{- end }}
+{{- with default $defaults.nodeSelector .values.nodeSelector }}
+nodeSelector:
+  {{- toYaml . | nindent 2 }}
+{{- end }}
+{{- with $tolerations }}
+tolerations:
+  {{- toYaml . | nindent 2 }}
+{{- end }}
+{{- with default $defaults.affinity .values.affinity }}
+affinity:
+  {{- toYaml . | nindent 2 }}
+{{- end }}
+{{- $selector := dict "labelSelector" (dict "matchLabels" (include "headrace.selector" . | fromYaml)) }}
+{{- $constraints := list }}
+{{- range default $defaults.topologySpreadConstraints .values.topologySpreadConstraints }}
+{{- $constraints = append $constraints (ternary . (mustMerge (mustDeepCopy .) $selector) (hasKey . "labelSelector")) }}
+{{- end }}
+{{- with $constraints }}
+topologySpreadConstraints:
+  {{- toYaml . | nindent 2 }}
+{{- end }}
+{{- with default $defaults.priorityClassName .values.priorityClassName }}
+priorityClassName: {{ . | quote }}
+{{- end }}
+{{- with default $defaults.runtimeClassName .values.runtimeClassName }}
+runtimeClassName: {{ . | quote }}
+{{- end }}
+{{- with .values.initContainers }}
+initContainers:
+  {{- toYaml . | nindent 2 }}
+{{- end }}
+{{- end }}
+
+{{/* image and security of a container; takes a dict of root and image. */}}
+{{- define "headrace.containerBase" -}}
+image: {{ include "headrace.image" . | quote }}
+imagePullPolicy: {{ .root.Values.images.pullPolicy }}
+{{- with .root.Values.containerSecurityContext }}
+securityContext:
+  {{- toYaml . | nindent 2 }}
+{{- end }}
+{{- end }}
+
+{{/*
+Probes and the wait before SIGTERM; takes a dict of root, values, port and serverName, a name in the
+certificate of the service.
+*/}}
+{{- define "headrace.probes" -}}
+{{- $probes := .root.Values.probes -}}
+{{- $period := int $probes.periodSeconds -}}
+{{- $type := $probes.type -}}
+{{- if eq $type "auto" -}}
+{{- $hasGrpc := semverCompare ">=1.24.0-0" .root.Capabilities.KubeVersion.Version -}}
+{{- $type = ternary "exec" "grpc" (or .root.Values.tls.enabled (not $hasGrpc)) -}}
+{{- end -}}
+{{- $check := include "headrace.check" (dict "root" .root "port" .port "serverName" .serverName "type" $type) -}}
+startupProbe:
+  {{- $check | nindent 2 }}
+  failureThreshold: {{ div (add (int $probes.startupBudgetSeconds) (sub $period 1)) $period }}
+readinessProbe:
+  {{- $check | nindent 2 }}
+  failureThreshold: 3
+livenessProbe:
+  {{- $check | nindent 2 }}
+  failureThreshold: {{ $probes.livenessFailures }}
+{{- with int .values.preStopSeconds }}
+lifecycle:
+  preStop:
+    exec:
+      command: ["sleep", {{ . | quote }}]
+{{- end }}
+{{- end }}
+
+{{- define "headrace.check" -}}
+{{- if eq .type "grpc" -}}
+grpc:
+  port: {{ .port }}
+{{- else if eq .type "tcp" -}}
+tcpSocket:
+  port: grpc
+{{- else -}}
+exec:
+  command:
+    - python
+    - /opt/headrace/health.py
+    - 127.0.0.1:{{ .port }}
+    {{- if .root.Values.tls.enabled }}
+    - --tls-dir=/etc/headrace/tls
+    - --server-name={{ .serverName }}
+    {{- end }}
+{{- end }}
+periodSeconds: {{ .root.Values.probes.periodSeconds }}
+timeoutSeconds: {{ .root.Values.probes.timeoutSeconds }}
+{{- end }}
+
+{{/* The Secret that holds the tokens, and the one with a service's certificate. */}}
+{{- define "headrace.tokenSecret" -}}
+{{- default (printf "%s-tokens" (include "headrace.fullname" .)) .Values.auth.existingSecret -}}
+{{- end }}
+
+{{- define "headrace.tlsSecret" -}}
+{{- $name := printf "%s-%s-tls" (include "headrace.fullname" .root) .service -}}
+{{- ternary $name (get .root.Values.tls.existingSecrets .service) .root.Values.tls.certManager.enabled -}}
+{{- end }}
+
+{{/*
+Volumes with settings, tokens, certificate and room for temporary files; takes a dict of root, values,
+config (name of the ConfigMap), service and tokens (keys that this pod may see).
+*/}}
+{{- define "headrace.volumes" -}}
+- name: config
+  configMap:
+    name: {{ .config }}
+- name: tmp
+  emptyDir: {}
+{{- if .root.Values.auth.enabled }}
+- name: tokens
+  secret:
+    secretName: {{ include "headrace.tokenSecret" .root }}
+    defaultMode: 0440
+    items:
+      {{- range .tokens }}
+      - key: {{ . }}
+        path: {{ . }}
+      {{- end }}
+{{- end }}
+{{- if .root.Values.tls.enabled }}
+- name: tls
+  secret:
+    secretName: {{ include "headrace.tlsSecret" (dict "root" .root "service" .service) }}
+    defaultMode: 0440
+{{- end }}
+{{- with .values.extraVolumes }}
+{{ toYaml . }}
+{{- end }}
+{{- end }}
+
+{{- define "headrace.volumeMounts" -}}
+- name: config
+  mountPath: /etc/headrace/config
+  readOnly: true
+- name: tmp
+  mountPath: /tmp
+{{- if .root.Values.auth.enabled }}
+- name: tokens
+  mountPath: /etc/headrace/tokens
+  readOnly: true
+{{- end }}
+{{- if .root.Values.tls.enabled }}
+- name: tls
+  mountPath: /etc/headrace/tls
+  readOnly: true
+{{- end }}
+{{- with .values.extraVolumeMounts }}
+{{ toYaml . }}
+{{- end }}
+{{- end }}

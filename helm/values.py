@@ -1,0 +1,255 @@
+"""Every value of the chart, in the order of values.yaml."""
+
+from helm.components import ROUTER, SCHEDULER, STORE, WORKER, placement, pod, pools
+from helm.declare import (
+    Section,
+    choice,
+    integer,
+    kube_list,
+    kube_object,
+    quantity,
+    string_map,
+    strings,
+    switch,
+    text,
+)
+
+POD_USER = 65532
+MIN_STARTUP_S = 600
+
+CHART = Section(
+    "The chart.",
+    {
+        "nameOverride": text("", "Name in place of the chart's."),
+        "fullnameOverride": text("", "Beginning of all names, in place of release and chart."),
+        "clusterDomain": text("cluster.local", "DNS domain of the cluster; empty leaves it off."),
+        "commonLabels": string_map({}, "Labels of every object."),
+        "commonAnnotations": string_map({}, "Annotations of every object."),
+        "images": Section(
+            "What holds for every image.",
+            {
+                "registry": text("", "Registry in place of each image's own (a mirror)."),
+                "pullPolicy": choice(
+                    "IfNotPresent", ["IfNotPresent", "Always", "Never"], "When images are pulled."
+                ),
+                "pullSecrets": kube_list([], "Secrets for the registry.", required="name"),
+            },
+        ),
+        "model": Section(
+            "What is served.",
+            {
+                "name": text(
+                    "smollm2-135m-instruct",
+                    "A built-in model, `owner/name` on the Hugging Face hub, or a path in the"
+                    " containers of router and gpuworker.",
+                    pattern=".",
+                ),
+                "servedName": text("", "Name that requests use; empty is the last part of `name`."),
+                "offline": switch(False, "Never ask the Hugging Face hub; files must be there."),
+            },
+        ),
+        "hfToken": Section(
+            "Token for gated models of the Hugging Face hub.",
+            {
+                "value": text("", "The token; the chart puts it into a Secret."),
+                "existingSecret": text("", "A Secret that holds it."),
+                "key": text("token", "Key in that Secret."),
+            },
+        ),
+        "modelCache": Section(
+            "Where routers and gpuworkers keep model files.",
+            {
+                "type": choice(
+                    "emptyDir",
+                    ["emptyDir", "claim", "claimPerWorker", "existingClaim", "hostPath"],
+                    "`emptyDir` is lost with its pod; `claim` makes one claim for all pods;"
+                    " `claimPerWorker` one for each worker, and routers have an emptyDir.",
+                ),
+                "sizeLimit": quantity("", "Most of an emptyDir."),
+                "size": quantity("100Gi", "Size of a claim."),
+                "storageClassName": text("", "Storage class of a claim; empty is the default one."),
+                "accessModes": strings(
+                    ["ReadWriteMany"], "Access of `claim`; a `claimPerWorker` is ReadWriteOnce."
+                ),
+                "existingClaim": text("", "Name of the claim that is there."),
+                "hostPath": text(
+                    "", f"Folder of the nodes, which user {POD_USER} must be able to write."
+                ),
+            },
+        ),
+        "kernelCache": Section(
+            "Where gpuworkers keep compiled GPU kernels (TRITON_CACHE_DIR).",
+            {
+                "type": choice(
+                    "modelCache",
+                    ["modelCache", "emptyDir", "existingClaim", "hostPath"],
+                    "`modelCache` is a folder beside the models, and lives as long.",
+                ),
+                "existingClaim": text("", "Name of the claim that is there."),
+                "hostPath": text("", "Folder of the nodes."),
+            },
+        ),
+        "auth": Section(
+            "Bearer tokens: one for clients, one for each step between services.",
+            {
+                "enabled": switch(True, "Ask for tokens on every port."),
+                "existingSecret": text(
+                    "", "A Secret with keys router-token, scheduler-token and gpuworker-token."
+                ),
+                "tokens": Section(
+                    "Tokens of the chart's own Secret; empty ones are made up once and kept.",
+                    {
+                        "router": text("", "What clients send."),
+                        "scheduler": text("", "What routers send to schedulers."),
+                        "gpuworker": text("", "What schedulers send to gpuworkers."),
+                    },
+                ),
+            },
+        ),
+        "tls": Section(
+            "TLS on every port, mutual between services.",
+            {
+                "enabled": switch(False, "Encrypt, with certManager or existingSecrets."),
+                "requireClientCertificates": switch(
+                    False, "Clients of the router must show a certificate of its authority."
+                ),
+                "certManager": Section(
+                    "Certificates made by cert-manager.",
+                    {
+                        "enabled": switch(False, "Make Certificates."),
+                        "issuerRef": kube_object(
+                            {}, "An Issuer or ClusterIssuer; empty makes an authority of our own."
+                        ),
+                        "duration": text("8760h", "How long a certificate is valid."),
+                        "renewBefore": text("720h", "How long before its end it is renewed."),
+                    },
+                ),
+                "existingSecrets": Section(
+                    "Secrets with tls.crt, tls.key and ca.crt.",
+                    {
+                        "router": text("", "The router's."),
+                        "scheduler": text("", "The schedulers'."),
+                        "gpuworker": text("", "The gpuworkers'."),
+                        "store": text("", "The built-in Valkey's."),
+                    },
+                ),
+            },
+        ),
+        "store": STORE,
+        "router": ROUTER,
+        "scheduler": SCHEDULER,
+        "gpuworker": Section("What holds for every pool that does not say otherwise.", WORKER),
+        "pools": pools(),
+        "podDefaults": Section(
+            "Placement of every pod that does not say otherwise.",
+            {
+                **placement(),
+                "topologySpreadConstraints": kube_list(
+                    [
+                        {
+                            "maxSkew": 1,
+                            "topologyKey": "kubernetes.io/hostname",
+                            "whenUnsatisfiable": "ScheduleAnyway",
+                        }
+                    ],
+                    "How pods are spread, each component by itself.",
+                    required="topologyKey",
+                ),
+            },
+        ),
+        "podSecurityContext": kube_object(
+            {
+                "runAsNonRoot": True,
+                "runAsUser": POD_USER,
+                "runAsGroup": POD_USER,
+                "fsGroup": POD_USER,
+                "fsGroupChangePolicy": "OnRootMismatch",
+                "seccompProfile": {"type": "RuntimeDefault"},
+            },
+            "Security context of every pod.",
+        ),
+        "containerSecurityContext": kube_object(
+            {
+                "allowPrivilegeEscalation": False,
+                "readOnlyRootFilesystem": True,
+                "capabilities": {"drop": ["ALL"]},
+            },
+            "Security context of every container.",
+        ),
+        "serviceAccount": Section(
+            "The account of every pod; it has no rights, and pods get no token.",
+            {
+                "create": switch(True, "Make one."),
+                "name": text("", "Its name; empty is the release's, or `default`."),
+                "annotations": string_map({}, "Annotations."),
+            },
+        ),
+        "probes": Section(
+            "How the kubelet asks whether a service works.",
+            {
+                "type": choice(
+                    "auto",
+                    ["auto", "grpc", "tcp", "exec"],
+                    "`grpc` needs Kubernetes 1.24 and no TLS; `exec` runs the image's own check;"
+                    " `tcp` sees an open port only; `auto` is `grpc` where possible, else `exec`."
+                    " The services have no HTTP port.",
+                ),
+                "startupBudgetSeconds": integer(
+                    1800, "Time to fetch and load a model.", least=MIN_STARTUP_S
+                ),
+                "periodSeconds": integer(10, "Seconds between two probes.", least=1),
+                "timeoutSeconds": integer(10, "Time for an answer.", least=1),
+                "livenessFailures": integer(
+                    12, "Probes in a row that fail before a container is restarted.", least=1
+                ),
+            },
+        ),
+        "pdb": Section(
+            "PodDisruptionBudgets of routers, schedulers and pools (policy/v1).",
+            {
+                "enabled": switch(True, "Make them."),
+                "maxUnavailable": integer(1, "Pods that may be evicted at a time.", least=1),
+            },
+        ),
+        "networkPolicy": Section(
+            "Who may connect to which port.",
+            {
+                "enabled": switch(True, "Router to scheduler to gpuworker, and nobody else."),
+                "clients": kube_list([], "Peers that may reach the routers; empty is everybody."),
+                "egress": Section(
+                    "What pods may connect to.",
+                    {
+                        "enabled": switch(False, "Only DNS, the next service, store and OTLP."),
+                        "modelDownload": switch(True, "Routers and gpuworkers may use port 443."),
+                        "extra": kube_list([], "More egress rules of every service."),
+                    },
+                ),
+            },
+        ),
+        "telemetry": Section(
+            "Traces and logs.",
+            {
+                "otlpEndpoint": text("", "OTLP/gRPC collector, e.g. http://collector:4317."),
+                "otlpPort": integer(
+                    4317, "Port that egress policies open for it.", least=1, most=65535
+                ),
+                "logLevel": choice(
+                    "info", ["debug", "info", "warning", "error"], "Least severe line to log."
+                ),
+            },
+        ),
+        "tests": Section(
+            "`helm test`, which generates text through the router.",
+            {
+                "enabled": switch(True, "Make the pod of the test."),
+                "prompt": text("Once upon a time", "What is completed."),
+                "maxTokens": integer(8, "How many tokens are asked for.", least=1),
+                "deadlineSeconds": integer(120, "Time for the answer.", least=1),
+                **pod({"cpu": "100m", "memory": "256Mi"}),
+            },
+        ),
+        "extraObjects": kube_list([], "More objects; templates in them are rendered."),
+        "enabled": switch(True, "For the `condition` of a parent chart; not read here."),
+        "global": kube_object({}, "For parent charts; not read here."),
+    },
+)
