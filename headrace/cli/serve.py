@@ -2,8 +2,10 @@
 
 import asyncio
 import os
+import re
 import signal
 import socket
+from dataclasses import replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -43,7 +45,11 @@ _DRAIN_TIMEOUT_S = 5.0
 @click.option(
     "--data-dir",
     type=click.Path(path_type=Path, file_okay=False),
-    help="Keep the embedded store's records here, over restarts.",
+    help="Folder of the embedded store.  [default: one for this model and port in"
+    " ~/.local/state/headrace; with --port 0, none]",
+)
+@click.option(
+    "--ephemeral", is_flag=True, help="Keep nothing of the embedded store over a restart."
 )
 @click.option(
     "--drain-timeout-s",
@@ -73,8 +79,6 @@ _DRAIN_TIMEOUT_S = 5.0
 def serve(
     host: str,
     port: int,
-    store_url: str | None,
-    data_dir: Path | None,
     drain_timeout_s: float | None,
     config_file: Path | None,
     **arguments: Any,
@@ -82,7 +86,8 @@ def serve(
     """Serve a model on this machine until Ctrl-C: a router, a scheduler and gpuworkers.
 
     Without options: the small built-in model (fetched once), on 127.0.0.1:8700, with an embedded
-    status store, on all processors.
+    status store, on all processors. A service that dies is started again. After a restart of all,
+    requests that were running go on: the embedded store keeps them.
 
     \b
     Examples:
@@ -94,6 +99,9 @@ def serve(
         name: arguments.pop(name)
         for name in ("tls_cert_file", "tls_key_file", "tls_client_ca_file", "auth_token_file")
     }
+    store = {name: arguments.pop(name) for name in ("store_url", "data_dir", "ephemeral")}
+    if store["ephemeral"] and (store["data_dir"] or store["store_url"]):
+        raise click.UsageError("--ephemeral goes with neither --data-dir nor --store-url")
     _check_free(host, port)
     seen = _seen_serving(serving | {"drain_timeout_s": drain_timeout_s}, config_file)
     with ProgressSteps() as steps:
@@ -101,14 +109,23 @@ def serve(
             arguments,
             steps,
             listen=f"[{host}]:{port}" if ":" in host else f"{host}:{port}",
-            store_url=store_url,
-            data_dir=data_dir,
+            store_url=store["store_url"],
             drain_timeout_s=seen.drain_timeout_s,
             file=config_file,
             router_flags=flags(serving),
             channel=_channel(seen),
         )
-        asyncio.run(_serve(config, steps, _caller_options(seen)))
+        data_dir = store["data_dir"]
+        if port and not store["ephemeral"]:
+            data_dir = data_dir or _data_dir(config.model_name, port)
+        asyncio.run(_serve(replace(config, data_dir=data_dir), steps, _caller_options(seen)))
+
+
+def _data_dir(model_name: str, port: int) -> Path:
+    """The embedded store's folder, the same after a restart: one process serves a port."""
+    from headrace.status.embedded import default_data_dir
+
+    return default_data_dir(f"{re.sub(r'[^A-Za-z0-9._-]', '_', model_name)}-{port}")
 
 
 def _check_free(host: str, port: int) -> None:

@@ -48,24 +48,31 @@ def receiver():
     receiver.stop()
 
 
-@pytest.fixture(scope="module")
-def serving(model_path, receiver):
-    """Process and address of a Headrace with a small KV pool; afterwards, nothing of it is left."""
+def start_serving(*arguments, **options):
+    """Process and address of a Headrace with a small KV pool, once a model answers."""
     process = start(
-        *("serve", "--port", "0", "--num-kv-blocks", "64", "--max-model-len", "512"),
-        *("--otlp-endpoint", receiver.endpoint),
-        env=os.environ | {"OTEL_BSP_SCHEDULE_DELAY": "100"},
+        *("serve", "--num-kv-blocks", "64", "--max-model-len", "512", *arguments), **options
     )
     said = ""
     while "Ctrl-C stops it" not in said:
         line = process.stdout.readline()
         assert line, process.stderr.read()
         said += line
+    return process, re.search(r"Serving \S+ at (\S+)", said)[1]
+
+
+@pytest.fixture(scope="module")
+def serving(model_path, receiver):
+    """Process and address of a Headrace; afterwards, nothing of it is left."""
+    process, address = start_serving(
+        *("--port", "0", "--otlp-endpoint", receiver.endpoint),
+        env=os.environ | {"OTEL_BSP_SCHEDULE_DELAY": "100"},
+    )
     # A full pipe would stop the process.
     log = io.StringIO()
     reading = threading.Thread(target=lambda: log.writelines(process.stderr))
     reading.start()
-    yield process, re.search(r"Serving \S+ at (\S+)", said)[1]
+    yield process, address
     children = psutil.Process(process.pid).children(recursive=True)
     process.terminate()
     process.wait(timeout=60)
@@ -172,6 +179,29 @@ def test_an_answer_goes_on_when_a_service_is_killed_in_its_middle(serving, name)
     _, errors = process.communicate(timeout=60)
     assert (process.returncode, answer) == (0, undisturbed.stdout), errors
     until(lambda: service(serving, name).pid != killed.pid)
+
+
+def test_an_answer_goes_on_when_everything_is_killed_and_started_again(
+    model_path, tmp_path, unused_tcp_port
+):
+    where = ("--port", str(unused_tcp_port))
+    options = {"env": os.environ | {"XDG_STATE_HOME": str(tmp_path)}, "stderr": subprocess.DEVNULL}
+    serve, address = start_serving(*where, **options)
+    try:
+        prompt = ("generate", "Once upon a time", "--temperature", "0", "--max-tokens", "60")
+        undisturbed = headrace(*prompt, server=address)
+        client = start(*prompt, "--server", address)
+        begun = client.stdout.read(20)
+        serve.kill()
+        serve.communicate()
+        serve, _ = start_serving(*where, **options)
+        answer = begun + client.stdout.read()
+        _, errors = client.communicate(timeout=60)
+        assert (client.returncode, answer) == (0, undisturbed.stdout), errors
+        assert "(resumed after" in errors
+    finally:
+        serve.terminate()
+        serve.communicate(timeout=60)
 
 
 def test_a_request_that_can_never_fit_is_refused_and_says_why(server):

@@ -69,6 +69,32 @@ def test_serve_says_how_to_talk_to_it_and_stops_clean(start, headrace):
     assert not [child for child in children if child.is_running()]
 
 
+@pytest.mark.parametrize(
+    ("port", "arguments", "is_kept"),
+    [(None, [], True), (None, ["--ephemeral"], False), (0, [], False)],
+)
+def test_records_are_kept_for_a_model_and_port_unless_told_otherwise(
+    start, tmp_path, unused_tcp_port, port, arguments, is_kept
+):
+    port = unused_tcp_port if port is None else port
+    process = start(
+        "serve", "--port", str(port), *arguments, XDG_STATE_HOME=str(tmp_path / "state")
+    )
+    read_until(process.stdout, "Ctrl-C stops it")
+    process.terminate()
+    process.communicate(timeout=20)
+    folder = tmp_path / "state" / "headrace" / f"store-fake-{port}" / "appendonlydir"
+    assert folder.is_dir() is is_kept
+    assert (tmp_path / "state").exists() is is_kept
+
+
+def test_ephemeral_goes_with_no_other_place_for_the_records(headrace):
+    for other in (("--data-dir", "here"), ("--store-url", "redis://there")):
+        result = headrace("serve", "--ephemeral", *other)
+        assert result.exit_code == 2
+        assert "--ephemeral goes with neither" in result.stderr
+
+
 def test_ctrl_c_stops_serve_with_success(start):
     process = start("serve", "--port", "0", "--store-url", "")
     read_until(process.stdout, "Ctrl-C stops it")
