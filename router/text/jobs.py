@@ -5,7 +5,7 @@ A job is executed in the process that calls `perform`: the router's own, or a ch
 """
 
 from collections.abc import Mapping, Sequence
-from typing import Any, TypeVar
+from typing import Any
 
 import msgspec
 import numpy as np
@@ -14,8 +14,6 @@ from router.text.bad_words import bad_word_sequences
 from router.text.control_tokens import ChatText
 from router.text.errors import ChatTemplateError
 from router.text.tokenizer import ModelText
-
-R = TypeVar("R")
 
 _MAX_MESSAGE_CHARS = 1_000
 
@@ -27,7 +25,7 @@ class _Job(msgspec.Struct, frozen=True, tag=True, kw_only=True):
 class Prepare(_Job, frozen=True, tag=True):
     """Compile the chat template; the result is None."""
 
-    def of(self, model: ModelText) -> None:
+    def run(self, model: ModelText) -> None:
         if model.chat_template is not None:
             model.chat_template.compile()
 
@@ -38,7 +36,7 @@ class Render(_Job, frozen=True, tag=True):
     messages: Sequence[Mapping[str, str]]
     add_generation_prompt: bool
 
-    def of(self, model: ModelText) -> ChatText:
+    def run(self, model: ModelText) -> ChatText:
         return model.chat_prompt(self.messages, add_generation_prompt=self.add_generation_prompt)
 
 
@@ -48,7 +46,7 @@ class Encode(_Job, frozen=True, tag=True):
     text: str
     add_special_tokens: bool
 
-    def of(self, model: ModelText) -> bytes:
+    def run(self, model: ModelText) -> bytes:
         ids = model.tokenizer.encode(self.text, add_special_tokens=self.add_special_tokens)
         return ids.tobytes()
 
@@ -58,7 +56,7 @@ class EncodeChat(_Job, frozen=True, tag=True):
 
     chat: ChatText
 
-    def of(self, model: ModelText) -> bytes:
+    def run(self, model: ModelText) -> bytes:
         return model.tokenizer.control_tokens.encode(self.chat).tobytes()
 
 
@@ -68,7 +66,7 @@ class Spell(_Job, frozen=True, tag=True):
     token_ids: bytes
     keep_special_tokens: bool
 
-    def of(self, model: ModelText) -> str:
+    def run(self, model: ModelText) -> str:
         ids = np.frombuffer(self.token_ids, np.int32).tolist()
         return model.tokenizer.decode(ids, keep_special_tokens=self.keep_special_tokens)
 
@@ -78,7 +76,7 @@ class EncodeBadWords(_Job, frozen=True, tag=True):
 
     words: Sequence[str]
 
-    def of(self, model: ModelText) -> list[list[list[int]]]:
+    def run(self, model: ModelText) -> list[list[list[int]]]:
         return [bad_word_sequences(word, model.tokenizer) for word in self.words]
 
 
@@ -109,7 +107,7 @@ JobAnswer = Done | Refused | JobFailed
 def perform(job: Job, models: Mapping[str, ModelText]) -> JobAnswer:
     """Execute a job; raises only exceptions that end the process or cancel the task."""
     try:
-        return Done(job.of(models[job.model]))
+        return Done(job.run(models[job.model]))
     except ChatTemplateError as error:
         return Refused(_clean(str(error)))
     except (KeyboardInterrupt, SystemExit):
