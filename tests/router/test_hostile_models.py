@@ -104,7 +104,7 @@ async def test_whatever_is_raised_the_call_is_answered_and_the_next_one_works(se
 
 def test_interrupts_are_no_failures_of_a_job():
     class Interrupted:
-        def of(self, model):
+        def run(self, model):
             raise KeyboardInterrupt
 
         model = "m"
