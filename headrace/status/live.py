@@ -2,13 +2,16 @@
 
 A process holds a lease while it lives. Each run of a router has a set of its live requests, so that
 the requests of a dead router are found without reading those of living ones. The sets are hints:
-a request's record says what is true, and readers remove members that are wrong.
+a record says what is true. Members that are wrong are removed: by readers from the sets of
+the dead, and by each living router from its own.
 """
 
 import asyncio
+import contextlib
 import logging
 import random
 from collections.abc import AsyncIterator, Callable, Sequence
+from dataclasses import dataclass
 from typing import NoReturn
 
 from headrace.service.errors import ServiceError
@@ -30,6 +33,15 @@ _GRACE_S = LEASE_TTL_S
 _PAGE = 128
 
 
+@dataclass(frozen=True, slots=True)
+class _Page:
+    """Members of a set: the records of the right ones, and the wrong ones. Cursor 0 is the end."""
+
+    next_cursor: int
+    right: list[list[Record]]
+    wrong: list[str]
+
+
 class LiveIndex:
     """Leases and the sets of live requests. Calls raise ServiceError while the store is away."""
 
@@ -44,6 +56,10 @@ class LiveIndex:
         self._ttl_ms = int(ttl_s * 1000)
         self._clock = clock
         self._holds_since: float | None = None
+        # Where `_tidy` goes on, and the members that were wrong in the last round and in this one.
+        self._cursor = 0
+        self._suspects: set[str] = set()
+        self._new_suspects: set[str] = set()
 
     async def hold(self, role: str, name: str, incarnation: str) -> NoReturn:
         """Keeps a lease until cancelled; a process that starts later takes it over."""
@@ -56,6 +72,8 @@ class LiveIndex:
                 self._holds_since = self._clock()
             if held:
                 is_first = False
+                if role == "router":
+                    await self._tidy((name, incarnation))
             elif held is False and not has_warned:
                 has_warned = True
                 logger.error(
@@ -128,39 +146,50 @@ class LiveIndex:
             if of_the_dead and not is_dead:
                 continue
             has_members = False
-            async for page in self._pages(router_id, incarnation):
-                has_members = True
-                for records in page:
+            cursor = -1
+            while cursor:
+                page = await self._page((router_id, incarnation), max(cursor, 0))
+                cursor = page.next_cursor
+                has_members = has_members or bool(page.right or page.wrong)
+                for records in page.right:
                     yield records
+                if is_dead and page.wrong:
+                    await self._call(("SREM", self._keys.live(router_id, incarnation), *page.wrong))
             if is_dead and not has_members:
                 await self._call(("SREM", self._keys.routers(), name))
 
-    async def _pages(self, router_id: str, incarnation: str) -> AsyncIterator[list[list[Record]]]:
-        key, cursor = self._keys.live(router_id, incarnation), 0
-        while True:
-            ((cursor, found),) = await self._call(("SSCAN", key, cursor, "COUNT", _PAGE))
-            members = [member.decode() for member in found]
-            if members:
-                yield await self._check(key, members, (router_id, incarnation))
-            if not int(cursor):
-                return
+    async def _tidy(self, owner: tuple[str, str]) -> None:
+        """Looks at some members of this router's own set, and removes what is wrong.
 
-    async def _check(
-        self, key: str, members: Sequence[str], owner: tuple[str, str]
-    ) -> list[list[Record]]:
-        """The records of members that live with this router; removes the other members."""
+        Members are written before records, so only those are removed that were wrong before, too.
+        """
+        with contextlib.suppress(ServiceError):
+            page = await self._page(owner, self._cursor)
+            gone = self._suspects.intersection(page.wrong)
+            if gone:
+                await self._call(("SREM", self._keys.live(*owner), *gone))
+            self._new_suspects.update(set(page.wrong) - gone)
+            self._cursor = page.next_cursor
+            if not page.next_cursor:
+                self._suspects, self._new_suspects = self._new_suspects, set()
+
+    async def _page(self, owner: tuple[str, str], cursor: int) -> "_Page":
+        """Some members of a router's set, from `cursor` on."""
+        command = ("SSCAN", self._keys.live(*owner), cursor, "COUNT", _PAGE)
+        ((next_cursor, found),) = await self._call(command)
+        members = [member.decode() for member in found]
+        page = _Page(int(next_cursor), [], [])
+        if not members:
+            return page
         ids = [member.partition(" ")[0] for member in members]
         answers = await self._call(*(self._read.call([self._keys.spec(i)], "") for i in ids))
-        right, wrong = [], []
         for request_id, member, answer in zip(ids, members, answers, strict=True):
             records = decode_records(request_id, answer)
             if records and _is_live_with(records, member, owner):
-                right.append(records)
+                page.right.append(records)
             else:
-                wrong.append(member)
-        if wrong:
-            await self._call(("SREM", key, *wrong))
-        return right
+                page.wrong.append(member)
+        return page
 
     def _add(self, router_id: str, incarnation: str, members: Sequence[str]) -> list[Command]:
         return [

@@ -35,6 +35,8 @@ class Verdict(StrEnum):
     ILLEGAL = "ILLEGAL"
     # Tokens before the piece are missing.
     GAP = "GAP"
+    # Another program uses one of the request's keys.
+    BROKEN = "BROKEN"
 
 
 @dataclass(frozen=True, slots=True)

@@ -167,10 +167,19 @@ local function append(base, item)
   end
   if is_first then refresh(base, k, record.num_completions, record.state) end
 end
+local function write(base, item)
+  if item[2] == '' then append(base, item) else update(base, item) end
+end
 for r, items in ipairs(cmsgpack.unpack(ARGV[1])) do
   local base = base_of(KEYS[r])
   for _, item in ipairs(items) do
-    if item[2] == '' then append(base, item) else update(base, item) end
+    local is_done, failure = pcall(write, base, item)
+    if not is_done then
+      local text = type(failure) == 'table' and failure.err or tostring(failure)
+      -- A key that is not ours must not hold up the others. All else concerns the whole store.
+      if not string.find(text, 'WRONGTYPE', 1, true) then return redis.error_reply(text) end
+      note('BROKEN', 0, '', 0)
+    end
     num_items = num_items + 1
   end
 end

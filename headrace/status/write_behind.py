@@ -248,7 +248,7 @@ class WriteBehind:
 
     def _left_of(self, chain: _Chain, outcomes: Mapping[int, WriteOutcome]) -> _Chain | None:
         """The part of a chain to write again: tokens that the store lacks, and what was early."""
-        refused = {Verdict.STALE, Verdict.ILLEGAL}
+        refused = {Verdict.STALE, Verdict.ILLEGAL, Verdict.BROKEN}
         self.num_refused += sum(o.verdict in refused for o in outcomes.values())
         items: list[Item] = []
         gap = next((i for i, o in outcomes.items() if o.verdict is Verdict.GAP), None)

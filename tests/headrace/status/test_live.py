@@ -163,12 +163,33 @@ async def test_a_request_that_has_ended_is_found_no_more(router, embedded, clien
         assert await client.smembers(key) == {f"r2 {NOW}"}
 
 
-async def test_readers_remove_what_is_wrong_in_the_sets(router, client):
+@pytest.fixture
+async def wrong_members(router, client):
+    """The key of a set with a right member and two wrong ones."""
     await queue(router, "r1", "r", "r1")
     key = "headrace:2:{live:r1:r}"
     await client.sadd(key, "never-was 1.0", f"r1 {NOW - 1}")
+    return key
+
+
+async def test_readers_remove_what_is_wrong_in_the_sets_of_the_dead(router, client, wrong_members):
     assert await live_ids(router) == {"r1"}
-    assert await client.smembers(key) == {f"r1 {NOW}"}
+    assert await client.scard(wrong_members) == 3
+    async with holding(router, "router", "r", "r2"):
+        assert await live_ids(router) == {"r1"}
+    assert await client.smembers(wrong_members) == {f"r1 {NOW}"}
+
+
+async def test_a_living_router_removes_what_is_wrong_in_its_own_set(
+    router, client, monkeypatch, wrong_members
+):
+    monkeypatch.setattr(live, "_LEASE_PERIOD_S", 0.01)
+    async with holding(router, "router", "r", "r1"):
+
+        async def is_tidy():
+            return await client.smembers(wrong_members) == {f"r1 {NOW}"}
+
+        await eventually(is_tidy)
 
 
 async def test_a_claimed_request_belongs_to_its_new_router(router):

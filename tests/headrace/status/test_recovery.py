@@ -5,48 +5,13 @@ from array import array
 
 import pytest
 
-from headrace.status.records import Tokens, Update, Verdict
+from headrace.status.records import Verdict
 from headrace.status.states import State, Writer
 from headrace.status.store import StatusStore
+from tests.headrace.status.journal_source import NOW, ListSource, piece, update
 
-NOW = 1_700_000_000.5
 A = {"router_id": "a", "router_incarnation": "a1"}
 B = {"router_id": "b", "router_incarnation": "b1"}
-
-
-def update(state, name="r1", epoch=1, **known):
-    known.setdefault("create_time_unix_s", NOW)
-    return Update(request_id=name, state=state, epoch=epoch, time_unix_s=NOW, **known)
-
-
-def ids(*tokens):
-    return array("i", tokens).tobytes()
-
-
-def piece(position, *tokens, name="r1", epoch=1, **more):
-    more.setdefault("create_time_unix_s", NOW)
-    return Tokens(request_id=name, epoch=epoch, position=position, token_ids=ids(*tokens), **more)
-
-
-class ListSource:
-    """Hands out what it is given; knows the tokens of completions."""
-
-    def __init__(self):
-        self.items = []
-        self.known = {}
-        self.refused = []
-
-    def take(self):
-        items, self.items = self.items, []
-        return items
-
-    def again(self, request_id, epoch, position):
-        if (tokens := self.known.get(request_id)) is None:
-            return None
-        return piece(position, *tokens[position:], name=request_id, epoch=epoch)
-
-    def stale(self, refused):
-        self.refused += refused
 
 
 @pytest.fixture
