@@ -53,11 +53,11 @@ async def serve(
     """Listen, load, serve until SIGTERM or SIGINT, then finish the steps in flight and stop."""
     # torch takes seconds to import: only here, so that --help and errors in flags are quick.
     started = time.monotonic()
-    from gpuworker.rpc.service import FULL_NAME, GpuWorkerService, Identity
+    from gpuworker.rpc.service import FULL_NAME, GpuWorkerService, WorkerIdentity
 
     logger.info("imported torch in %.1f s", time.monotonic() - started)
     traces = telemetry.setup("headrace-gpuworker", process.otlp_endpoint)
-    identity = Identity(
+    identity = WorkerIdentity(
         gpuworker.worker_id or platform.node(),
         gpuworker.model_name or Path(gpuworker.model).stem,
         WorkerRole(gpuworker.role),

@@ -21,8 +21,8 @@ UNREACHABLE = "UNREACHABLE"
 CANCELLED = "CANCELLED"
 
 
-class Router:
-    """One router's address, with a channel that is opened at first use."""
+class RouterChannel:
+    """A router's address and channel; the channel is opened at the first call."""
 
     def __init__(self, address: str, config: ChannelConfig | None) -> None:
         self.address = address
@@ -88,7 +88,7 @@ class Routers:
     def __init__(self, target: str, config: ChannelConfig | None) -> None:
         """target: addresses, separated by commas."""
         addresses = [address.strip() for address in target.split(",")]
-        self._routers = [Router(address, config) for address in addresses if address]
+        self._routers = [RouterChannel(address, config) for address in addresses if address]
         if not self._routers:
             raise ValueError(f"target: must be HOST:PORT or unix:PATH, or several, is {target!r}")
         self._current = 0
@@ -97,11 +97,11 @@ class Routers:
         return len(self._routers)
 
     @property
-    def current(self) -> Router:
+    def current(self) -> RouterChannel:
         """The router to call."""
         return self._routers[self._current]
 
-    def leave(self, failed: Router) -> None:
+    def leave(self, failed: RouterChannel) -> None:
         """Uses the next router, unless another caller has left this one already."""
         if self.current is failed:
             self._current = (self._current + 1) % len(self._routers)

@@ -10,7 +10,7 @@ from typing import Any
 from opentelemetry.trace import SpanKind
 
 from headrace import messages
-from headrace.connections import Router, Routers, UnreachableError
+from headrace.connections import RouterChannel, Routers, UnreachableError
 from headrace.resuming import Outage, Received, ResumePolicy
 from headrace.service import telemetry
 from headrace.service.errors import ServiceError
@@ -78,7 +78,7 @@ class RequestStream:
             if not is_over and self._abort is not None:
                 await self._abort()
 
-    async def _call(self, router: Router) -> AsyncGenerator[Delta, None]:
+    async def _call(self, router: RouterChannel) -> AsyncGenerator[Delta, None]:
         """One call, traced, with errors mapped; cancelled when the consumer stops."""
         method, request = self._next_request()
         # Not made current: a generator shares its consumer's context between two yields.
@@ -118,7 +118,7 @@ class RequestStream:
             self._tell(f"resumed after {time.monotonic() - self._lost_at_s:.1f} s")
         return replace(new, num_resumes=self._num_resumes) if self._num_resumes else new
 
-    def _lost(self, error: ServiceError, router: Router, began_s: float) -> float | None:
+    def _lost(self, error: ServiceError, router: RouterChannel, began_s: float) -> float | None:
         """For how long to wait before the next call; None: the error is final."""
         now_s = time.monotonic()
         wait_s = self._outage.wait_s(error, now_s - began_s)

@@ -48,7 +48,7 @@ T = TypeVar("T")
 
 
 @dataclass(frozen=True, slots=True)
-class Identity:
+class WorkerIdentity:
     """The identity of this worker; incarnation differs for each process."""
 
     worker_id: str
@@ -88,7 +88,7 @@ class GpuWorkerService(gpuworker_pb2_grpc.GpuWorkerServicer):
         model_thread: an executor of one thread, which alone touches the engine's runner.
     """
 
-    def __init__(self, identity: Identity, model_thread: ThreadPoolExecutor) -> None:
+    def __init__(self, identity: WorkerIdentity, model_thread: ThreadPoolExecutor) -> None:
         self._identity = identity
         self._model_thread = model_thread
         self._pipeline = StepPipeline(model_thread)

@@ -13,7 +13,7 @@ if TYPE_CHECKING:
     from headrace.client import HeadraceClient
     from headrace.types import Sampling
 
-Command = TypeVar("Command", bound=Callable[..., Any])
+ClickCommand = TypeVar("ClickCommand", bound=Callable[..., Any])
 T = TypeVar("T")
 
 DEFAULT_SERVER = "127.0.0.1:8700"
@@ -120,8 +120,8 @@ _REQUEST = (
 )
 
 
-def _all(options: tuple[Callable[[Any], Any], ...]) -> Callable[[Command], Command]:
-    def decorate(command: Command) -> Command:
+def _all(options: tuple[Callable[[Any], Any], ...]) -> Callable[[ClickCommand], ClickCommand]:
+    def decorate(command: ClickCommand) -> ClickCommand:
         for option in reversed(options):
             command = option(command)
         return command

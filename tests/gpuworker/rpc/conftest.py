@@ -7,7 +7,7 @@ from pathlib import Path
 import pytest
 import transformers
 
-from gpuworker.rpc.service import FULL_NAME, GpuWorkerService, Identity
+from gpuworker.rpc.service import FULL_NAME, GpuWorkerService, WorkerIdentity
 from headrace.service.channels import ChannelConfig, open_channel
 from headrace.service.serving import GrpcServer, ServingConfig
 from tests.gpuworker.rpc.serving import GatedRunner, Worker
@@ -25,7 +25,7 @@ def checkpoint(tmp_path_factory: pytest.TempPathFactory) -> Path:
 async def worker(checkpoint: Path) -> AsyncIterator[Worker]:
     """A worker whose model is not set yet: `load` it."""
     with ThreadPoolExecutor(1, thread_name_prefix="model") as thread:
-        service = GpuWorkerService(Identity("w1", "tiny", "mixed"), thread)
+        service = GpuWorkerService(WorkerIdentity("w1", "tiny", "mixed"), thread)
         server = GrpcServer(ServingConfig(), [FULL_NAME])
         service.add_to(server.server)
         address = await server.start()

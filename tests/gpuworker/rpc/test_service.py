@@ -11,7 +11,7 @@ import pytest
 from grpc_health.v1 import health_pb2
 
 from gpuworker.core.plan import ExecutedStep, ReceivedPlan
-from gpuworker.rpc.service import Identity
+from gpuworker.rpc.service import WorkerIdentity
 from headrace.service import telemetry
 from headrace.service.columns import pack_int32
 from headrace.service.errors import from_rpc_error
@@ -57,7 +57,7 @@ async def test_describe_says_what_the_worker_is(worker: Worker) -> None:
     assert len(first.incarnation) > 16
     again = (await worker.stub.Describe(gpuworker_pb2.DescribeRequest())).worker
     assert again.incarnation == first.incarnation
-    assert Identity("w1", "tiny", "mixed").incarnation != first.incarnation
+    assert WorkerIdentity("w1", "tiny", "mixed").incarnation != first.incarnation
 
 
 async def test_steps_give_tokens_in_order(worker: Worker, checkpoint: Path) -> None:
