@@ -9,7 +9,7 @@ STAMP := $(VENV)/.installed
 
 .DEFAULT_GOAL := help
 .PHONY: help setup demo test test-kernels check-kernels bench bench-scheduler bench-control bench-gpu bench-host
-.PHONY: bench-drafts
+.PHONY: bench-drafts chaos
 .PHONY: check format protos docs lock clean
 
 help: ## Say what there is
@@ -35,6 +35,9 @@ demo: $(STAMP) ## Serve the small real model here, ask it something, stop
 test: $(STAMP) ## Run the tests; with ARGS a selection, without the kernels'
 	@$(BIN)/python -m pytest -q $(ARGS)
 	$(if $(ARGS),,@$(MAKE) --no-print-directory test-kernels check-kernels)
+
+chaos: $(STAMP) ## Kill parts of a cluster under load and check the clients; ARGS="--seed N --minutes M"
+	@$(BIN)/python -m tests.chaos $(ARGS)
 
 test-kernels: $(STAMP) ## Run the GPU kernels under Triton's interpreter, no GPU needed
 	@TRITON_INTERPRET=1 $(BIN)/python -m pytest -q tests/kernels $(ARGS)

@@ -1,0 +1,82 @@
+"""One run: a cluster, a load, a killer, and the check at the end."""
+
+import asyncio
+import time
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass, field
+from pathlib import Path
+from random import Random
+
+import grpc.aio
+
+from headrace.v1 import inference_pb2, inference_pb2_grpc
+from tests.chaos import killer, wanted
+from tests.chaos.checker import final_faults, num_stale_hints
+from tests.chaos.cluster import PATIENCE_S, ROUTERS, WORKERS, Cluster, Shape
+from tests.chaos.load import Client
+from tests.chaos.received import Received
+from tests.chaos.tally import Tally
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Run:
+    """What to run; ends after run_s, or at the so-manieth SIGKILL where max_kills is given."""
+
+    seed: int
+    run_s: float
+    max_kills: int = 0
+    num_clients: int = 16
+    interval_s: float = 1.0
+    patience_s: float = 90.0
+    shape: Shape = field(default_factory=Shape)
+    weights: Mapping[str, int] = field(default_factory=lambda: dict(killer.WEIGHTS))
+    behaviours: frozenset[str] = frozenset(wanted.WEIGHTS)
+
+
+async def run(plan: Run, folder: Path, tally: Tally) -> None:
+    """Runs it and counts into the tally."""
+    ended: dict[str, Received] = {}
+    async with Cluster(plan.shape, folder) as cluster:
+        await _until_ready(cluster)
+        deadline = time.monotonic() + plan.run_s
+
+        def is_over() -> bool:
+            is_enough = plan.max_kills and tally.num_sigkills >= plan.max_kills
+            return bool(is_enough) or time.monotonic() > deadline
+
+        addresses = {router: cluster.address(router) for router in ROUTERS}
+        clients = [
+            Client(f"c{i}", addresses, Random(f"{plan.seed}/client/{i}"), tally, ended)
+            for i in range(plan.num_clients)
+        ]
+        killing = killer.Killer(cluster, Random(f"{plan.seed}/killer"), tally, dict(plan.weights))
+        async with asyncio.TaskGroup() as tasks:
+            for client in clients:
+                tasks.create_task(client.run(_drawer(plan), is_over))
+            tasks.create_task(killing.run(plan.interval_s, is_over))
+        is_store_exact = not any(what.endswith("store") for what in tally.kills)
+        check = final_faults(
+            cluster, ended, is_store_exact=is_store_exact, patience_s=plan.patience_s
+        )
+        for fault in await check:
+            tally.violation(fault)
+        tally.events["stale hints in the store"] = await num_stale_hints(cluster)
+        tally.events["recomputed tokens"] = cluster.num_recomputed_tokens
+
+
+def _drawer(plan: Run) -> Callable[[Random, str], wanted.Wanted]:
+    return lambda rng, request_id: wanted.draw(rng, request_id, plan.behaviours)
+
+
+async def _until_ready(cluster: Cluster) -> None:
+    """Waits until each router has all workers."""
+    for router in ROUTERS:
+        async with asyncio.timeout(PATIENCE_S):
+            async with grpc.aio.insecure_channel(cluster.address(router)) as channel:
+                stub = inference_pb2_grpc.InferenceStub(channel)
+                while True:
+                    request = inference_pb2.ListModelsRequest()
+                    models = (await stub.ListModels(request, wait_for_ready=True)).models
+                    if models and models[0].num_ready_workers == len(WORKERS):
+                        break
+                    await asyncio.sleep(0.05)

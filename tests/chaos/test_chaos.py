@@ -1,0 +1,34 @@
+"""Short runs of the chaos harness: whatever is killed, each request ends and each token comes once.
+
+`make chaos` runs the same for longer, with more clients and more kinds of disturbances.
+"""
+
+import asyncio
+
+import pytest
+
+from tests.chaos.run import Run, run
+from tests.chaos.tally import Tally
+
+pytestmark = [pytest.mark.system, pytest.mark.timeout(600)]
+
+
+def violations_of(plan: Run, folder) -> tuple[list[str], Tally]:
+    tally = Tally()
+    asyncio.run(run(plan, folder, tally))
+    return tally.violations, tally
+
+
+def test_killed_workers_and_schedulers_lose_and_repeat_nothing(tmp_path):
+    plan = Run(
+        seed=1,
+        run_s=15,
+        num_clients=6,
+        interval_s=1.5,
+        weights={"kill_worker": 2, "kill_scheduler": 1},
+        behaviours=frozenset({"read"}),
+    )
+    violations, tally = violations_of(plan, tmp_path)
+    assert not violations
+    assert tally.num_sigkills
+    assert tally.requests["read"]
