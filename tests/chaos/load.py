@@ -71,13 +71,13 @@ class Client:
         self._tally.requests[wanted.does] += 1
         try:
             async with asyncio.timeout(_PATIENCE_S):
-                await getattr(self, f"_{wanted.does}")(self._reader(received))
+                whole = await getattr(self, f"_{wanted.does}")(self._reader(received))
         except TimeoutError:
             self._violation(wanted, f"stuck at {received.positions}")
         except FailedError as failure:
             self._failed(received, failure.error)
         else:
-            self._ended[request_id] = received
+            self._ended[request_id] = whole or received
         finally:
             self._tally.ended(request_id)
         for fault in received.faults:
@@ -137,14 +137,14 @@ class Client:
         if again.finish_reasons != reader.received.finish_reasons:
             reader.received.faults.append("read again, it ended otherwise")
 
-    async def _rival(self, reader: Reader) -> None:
-        await self._overtake(reader, resumes=True)
+    async def _rival(self, reader: Reader) -> Received:
+        return await self._overtake(reader, resumes=True)
 
-    async def _repeat(self, reader: Reader) -> None:
-        await self._overtake(reader, resumes=False)
+    async def _repeat(self, reader: Reader) -> Received:
+        return await self._overtake(reader, resumes=False)
 
-    async def _overtake(self, first: Reader, *, resumes: bool) -> None:
-        """A second call reads from the beginning; the first must end, and the second reads all."""
+    async def _overtake(self, first: Reader, *, resumes: bool) -> Received:
+        """A second call reads from the beginning, and the first ends; what the second received."""
         is_middle, has_come = self._middle(first.received), asyncio.Event()
 
         def note() -> bool:
@@ -169,6 +169,7 @@ class Client:
             reading.cancel()
             await asyncio.wait([reading])
         first.received.faults += received.faults
+        return received
 
     async def _clash(self, reader: Reader) -> None:
         """Sends another request of the same id, which must be refused while the first lives."""

@@ -201,9 +201,9 @@ def _without_torch() -> None:
 async def serve(
     worker_id: str, loaded: StubLoaded, serving: ServingConfig, process: ProcessConfig
 ) -> None:
-    from gpuworker.rpc.service import FULL_NAME, GpuWorkerService, Identity
+    from gpuworker.rpc.service import FULL_NAME, GpuWorkerService, WorkerIdentity
 
-    identity = Identity(worker_id, stub_model.MODEL, WorkerRole("mixed"))
+    identity = WorkerIdentity(worker_id, stub_model.MODEL, WorkerRole("mixed"))
     model_thread = ThreadPoolExecutor(1, thread_name_prefix="model")
     service = GpuWorkerService(identity, model_thread)
     server = GrpcServer(serving, [FULL_NAME])
