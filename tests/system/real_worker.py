@@ -6,7 +6,7 @@ from contextlib import asynccontextmanager
 from pathlib import Path
 
 from gpuworker.engine import LoadedModel
-from gpuworker.rpc.service import FULL_NAME, GpuWorkerService, Identity
+from gpuworker.rpc.service import FULL_NAME, GpuWorkerService, WorkerIdentity
 from headrace.service.serving import GrpcServer, ServingConfig
 from tests.gpuworker.tiny import make_runner
 
@@ -27,7 +27,7 @@ class RealWorker:
 async def real_worker(checkpoint: Path, *, num_kv_blocks: int = 60) -> AsyncIterator[RealWorker]:
     """A worker of two plans in flight; num_kv_blocks counts the null block."""
     with ThreadPoolExecutor(1, thread_name_prefix="model") as thread:
-        service = GpuWorkerService(Identity("w1", "tiny", "mixed"), thread)
+        service = GpuWorkerService(WorkerIdentity("w1", "tiny", "mixed"), thread)
         server = GrpcServer(ServingConfig(), [FULL_NAME])
         service.add_to(server.server)
         address = await server.start()
