@@ -12,7 +12,10 @@ from headrace.types import Delta
 # The connection or the router is gone; the request may go on.
 _LOST = frozenset({UNREACHABLE, CANCELLED, "DRAINING"})
 # What a router says that has just started, or that misses its store or scheduler for a moment.
-_NOT_YET = frozenset({"STORE_UNAVAILABLE", "NO_READY_WORKER"})
+_NOT_YET = frozenset({"STORE_UNAVAILABLE", "NO_READY_WORKER", "NOT_ADMITTED_YET"})
+# The store may not know the last of a request yet, or another router may know more.
+_UNKNOWN = frozenset({"UNKNOWN_REQUEST", "TOKENS_LOST"})
+_UNKNOWN_FOR_S = 3.0
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -38,14 +41,16 @@ class Outage:
         self._num_routers = num_routers
         self._is_sent = is_sent
         self._num_unsent = 0
-        self._num_not_found = 0
-        self._spent_s = 0.0
-        # In a row, since the last news.
+        # Since the last news: failures in a row, the time without a connection, how many failures
+        # said that nothing is known, and when the first of them did.
         self.num_failures = 0
+        self._spent_s = 0.0
+        self._num_unknown = 0
+        self._unknown_at_s = 0.0
 
     def end(self) -> None:
         """There is news from the request."""
-        self.num_failures = self._num_not_found = 0
+        self.num_failures = self._num_unknown = 0
         self._spent_s = 0.0
 
     def wait_s(self, error: ServiceError, lasted_s: float) -> float | None:
@@ -74,10 +79,12 @@ class Outage:
         """Whether the request may still live behind this error."""
         if self.num_failures == 0:
             return error.reason in _LOST
-        if error.code is grpc.StatusCode.NOT_FOUND:
-            # A router that has just started, or was cut off, may know less than the next one.
-            self._num_not_found += 1
-            return self._num_not_found <= self._num_routers
+        if error.reason in _UNKNOWN:
+            if not self._num_unknown:
+                self._unknown_at_s = self._spent_s
+            self._num_unknown += 1
+            has_asked_all = self._num_unknown > self._num_routers
+            return not has_asked_all or self._spent_s - self._unknown_at_s < _UNKNOWN_FOR_S
         is_busy = error.code is grpc.StatusCode.RESOURCE_EXHAUSTED
         return (is_busy and error.retry_after_s is not None) or error.reason in _LOST | _NOT_YET
 
