@@ -16,12 +16,15 @@ from helm.declare import (
 
 POD_USER = 65532
 MIN_STARTUP_S = 600
+NAME = "^([a-z]([a-z0-9-]*[a-z0-9])?)?$"
 
 CHART = Section(
     "The chart.",
     {
-        "nameOverride": text("", "Name in place of the chart's."),
-        "fullnameOverride": text("", "Beginning of all names, in place of release and chart."),
+        "nameOverride": text("", "Name in place of the chart's.", pattern=NAME),
+        "fullnameOverride": text(
+            "", "Beginning of all names, in place of release and chart.", pattern=NAME
+        ),
         "clusterDomain": text("cluster.local", "DNS domain of the cluster; empty leaves it off."),
         "commonLabels": string_map({}, "Labels of every object."),
         "commonAnnotations": string_map({}, "Annotations of every object."),

@@ -182,6 +182,16 @@ CASES: dict[str, dict[str, Any]] = {
         }
     },
     "an arbitrary user": {"podSecurityContext": {"runAsUser": 1000650000, "fsGroup": 1000650000}},
+    "defaults taken away": {
+        "podSecurityContext": {"fsGroup": None, "runAsUser": None, "runAsGroup": None},
+        "podDefaults": {"topologySpreadConstraints": None},
+        "router": {"resources": None},
+        "gpuworker": {"resources": {"requests": None}, "tolerations": None},
+        "scheduler": {"resources": None, "extraEnv": None, "config": None, "podLabels": None},
+        "commonLabels": None,
+        "commonAnnotations": None,
+        "tests": {"resources": None},
+    },
     "nothing optional": {
         "pdb": {"enabled": False},
         "networkPolicy": {"enabled": False},

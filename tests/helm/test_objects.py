@@ -1,10 +1,12 @@
 """What the chart's objects say, case by case."""
 
 import base64
+import re
 
 import pytest
 
 from tests.helm.cases import CASES, CERT_MANAGER, CPU_METRIC, EXTRAS, SUPPLIED, TRIGGER
+from tests.helm.chart import RefusedError
 
 ALL_PODS = {
     "hr-headrace-router",
@@ -330,6 +332,36 @@ def test_long_names_stay_short_and_apart(chart):
     assert not names[0] & names[1]
     # The controller adds a dash and a hash of ten characters to make a label of at most 63.
     assert all(len(name) <= 52 for some in names for name in some)
+
+
+@pytest.mark.parametrize("release", ["team.prod", "llm"])
+def test_any_name_of_a_release_makes_names_of_services(chart, release):
+    names = chart.render(release=release).of("Service")
+    assert all(re.fullmatch("[a-z]([-a-z0-9]*[a-z0-9])?", name) for name in names)
+
+
+def test_a_name_that_begins_with_a_digit_is_refused(chart):
+    with pytest.raises(RefusedError, match="set fullnameOverride"):
+        chart.render(release="1st")
+    assert chart.render({"fullnameOverride": "first"}, release="1st")
+
+
+def test_what_the_user_adds_replaces_what_has_the_same_name(chart):
+    """Server-side apply refuses a list in which a name is twice."""
+    extra = {
+        "extraEnv": [{"name": "HF_HOME", "value": "/mine"}],
+        "extraVolumes": [{"name": "shm", "emptyDir": {"medium": "Memory", "sizeLimit": "9Gi"}}],
+        "extraVolumeMounts": [{"name": "scratch", "mountPath": "/tmp"}],
+    }
+    pod = chart.render({"gpuworker": extra}).pods()["hr-headrace-gpuworker-default"]
+    env = [each for each in container(pod)["env"] if each["name"] == "HF_HOME"]
+    assert env == extra["extraEnv"]
+    assert volume(pod, "shm") == extra["extraVolumes"][0]
+    mounts = [each for each in container(pod)["volumeMounts"] if each["mountPath"] == "/tmp"]
+    assert mounts == extra["extraVolumeMounts"]
+    for key in ("env", "volumeMounts"):
+        ids = [each.get("mountPath") or each["name"] for each in container(pod)[key]]
+        assert len(set(ids)) == len(ids)
 
 
 def test_a_mirror_serves_every_image(chart):

@@ -31,7 +31,12 @@
 {{- end }}
 {{- end }}
 
-{{/* The volumes of kernels and of shared memory; takes a dict of root and pool. */}}
+{{- define "headrace.modelMount" -}}
+- name: models
+  mountPath: /var/cache/headrace
+{{- end }}
+
+{{/* The volumes of kernels and of shared memory; takes a dict of root and values of a pool. */}}
 {{- define "headrace.workerVolumes" -}}
 {{- with .root.Values.kernelCache }}
 {{- if eq .type "emptyDir" }}
@@ -48,7 +53,7 @@
     type: DirectoryOrCreate
 {{- end }}
 {{- end }}
-{{- with .pool.sharedMemory }}
+{{- with .values.sharedMemory }}
 {{- if .enabled }}
 - name: shm
   emptyDir:
@@ -63,10 +68,15 @@
 - name: kernels
   mountPath: /var/cache/headrace-kernels
 {{- end }}
-{{- if .pool.sharedMemory.enabled }}
+{{- if .values.sharedMemory.enabled }}
 - name: shm
   mountPath: /dev/shm
 {{- end }}
+{{- end }}
+
+{{- define "headrace.kernelEnv" -}}
+- name: TRITON_CACHE_DIR
+  value: {{ ternary "/var/cache/headrace/triton" "/var/cache/headrace-kernels" (eq .Values.kernelCache.type "modelCache") }}
 {{- end }}
 
 {{/* Environment for fetching and finding models. */}}

@@ -86,6 +86,9 @@
 {{- end }}
 
 {{- define "headrace.checks" -}}
+{{- if not (regexMatch "^[a-z]" (include "headrace.fullname" .)) -}}
+{{- fail (printf "the release is called %s: names of Services begin with a letter; set fullnameOverride" .Release.Name) -}}
+{{- end -}}
 {{- include "headrace.checkGrace" (dict "name" "router" "values" .Values.router) -}}
 {{- include "headrace.checkGrace" (dict "name" "scheduler" "values" .Values.scheduler) -}}
 {{- include "headrace.checkAutoscaling" (dict "name" "router" "values" .Values.router) -}}

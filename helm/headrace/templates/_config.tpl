@@ -69,14 +69,14 @@ and certificate this is) and perhaps next (the service that is called).
 {{- $config := include "headrace.commonConfig" (dict "root" . "values" .Values.router "port" 8700 "service" "router" "next" "scheduler") | fromYaml -}}
 {{- $own := dict "model" .Values.model.name "model_name" (include "headrace.servedName" .) "scheduler" (include "headrace.schedulers" . | fromYaml).schedulers -}}
 {{- $_ := set $config "router" $own -}}
-{{- include "headrace.toml" (mustMergeOverwrite $config (mustDeepCopy .Values.router.config)) -}}
+{{- include "headrace.toml" (mustMergeOverwrite $config (mustDeepCopy (default (dict) .Values.router.config))) -}}
 {{- end }}
 
 {{/* Takes a dict of root and index. */}}
 {{- define "headrace.schedulerConfig" -}}
 {{- $config := include "headrace.commonConfig" (dict "root" .root "values" .root.Values.scheduler "port" 8701 "service" "scheduler" "next" "gpuworker") | fromYaml -}}
 {{- $_ := set $config "scheduler" (dict "worker" (include "headrace.workers" . | fromYaml).workers) -}}
-{{- include "headrace.toml" (mustMergeOverwrite $config (mustDeepCopy .root.Values.scheduler.config)) -}}
+{{- include "headrace.toml" (mustMergeOverwrite $config (mustDeepCopy (default (dict) .root.Values.scheduler.config))) -}}
 {{- end }}
 
 {{/* Takes a dict of root and pool, a pool with all its values. */}}
@@ -84,5 +84,5 @@ and certificate this is) and perhaps next (the service that is called).
 {{- $config := include "headrace.commonConfig" (dict "root" .root "values" .pool "port" 8702 "service" "gpuworker") | fromYaml -}}
 {{- $own := dict "model" (default .root.Values.model.name .pool.model) "model_name" (include "headrace.servedName" .root) "role" .pool.role "dtype" .pool.dtype "device" (ternary "cuda" "cpu" (gt (int .pool.gpu.count) 0)) -}}
 {{- $_ := set $config "gpuworker" $own -}}
-{{- include "headrace.toml" (mustMergeOverwrite $config (mustDeepCopy .pool.config)) -}}
+{{- include "headrace.toml" (mustMergeOverwrite $config (mustDeepCopy (default (dict) .pool.config))) -}}
 {{- end }}

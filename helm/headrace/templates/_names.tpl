@@ -14,6 +14,7 @@ of a revision, a StatefulSet's labels then stay below 63. What is cut off is tol
 {{- if not $full -}}
 {{- $full = ternary .Release.Name (printf "%s-%s" .Release.Name $name) (contains $name .Release.Name) -}}
 {{- end -}}
+{{- $full = $full | replace "." "-" -}}
 {{- if gt (len $full) 26 -}}
 {{- $full = printf "%s-%s" ($full | trunc 17 | trimSuffix "-") ($full | sha256sum | trunc 8) -}}
 {{- end -}}
@@ -40,13 +41,13 @@ helm.sh/chart: {{ printf "%s-%s" .root.Chart.Name .root.Chart.Version | replace 
 
 {{/* metadata of an object; takes a dict of root, component, name and perhaps pool, annotations. */}}
 {{- define "headrace.metadata" -}}
-{{- $annotations := mustMergeOverwrite (dict) .root.Values.commonAnnotations (default (dict) .annotations) -}}
+{{- $annotations := mustMergeOverwrite (dict) (default (dict) .root.Values.commonAnnotations) (default (dict) .annotations) -}}
 {{- $labels := include "headrace.labels" . | fromYaml -}}
 metadata:
   name: {{ .name }}
   namespace: {{ .root.Release.Namespace }}
   labels:
-    {{- toYaml (mustMerge $labels .root.Values.commonLabels) | nindent 4 }}
+    {{- toYaml (mustMerge $labels (default (dict) .root.Values.commonLabels)) | nindent 4 }}
   {{- with $annotations }}
   annotations:
     {{- toYaml . | nindent 4 }}

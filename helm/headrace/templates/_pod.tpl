@@ -2,13 +2,13 @@
 
 {{/* The metadata of a pod template; takes a dict of root, component, values, perhaps pool, and config. */}}
 {{- define "headrace.podMetadata" -}}
-{{- $annotations := mustMergeOverwrite (dict) .root.Values.commonAnnotations .values.podAnnotations -}}
+{{- $annotations := mustMergeOverwrite (dict) (default (dict) .root.Values.commonAnnotations) (default (dict) .values.podAnnotations) -}}
 {{- with .config -}}
 {{- $_ := set $annotations "checksum/config" (sha256sum .) -}}
 {{- end -}}
 metadata:
   labels:
-    {{- toYaml (mustMergeOverwrite (dict) .root.Values.commonLabels .values.podLabels (include "headrace.labels" . | fromYaml)) | nindent 4 }}
+    {{- toYaml (mustMergeOverwrite (dict) (default (dict) .root.Values.commonLabels) (default (dict) .values.podLabels) (include "headrace.labels" . | fromYaml)) | nindent 4 }}
   {{- with $annotations }}
   annotations:
     {{- toYaml . | nindent 4 }}
@@ -70,6 +70,51 @@ runtimeClassName: {{ . | quote }}
 initContainers:
   {{- toYaml . | nindent 2 }}
 {{- end }}
+{{- end }}
+
+{{/*
+Two lists of objects as one, as YAML under `list`; takes a dict of own, extra and key. Of two objects
+with the same key the extra one stays: server-side apply refuses a list with both.
+*/}}
+{{- define "headrace.mergedList" -}}
+{{- $key := .key -}}
+{{- $extra := default (list) .extra -}}
+{{- $taken := dict -}}
+{{- range $extra -}}
+{{- $_ := set $taken (get . $key | toString) true -}}
+{{- end -}}
+{{- $all := list -}}
+{{- range .own -}}
+{{- if not (hasKey $taken (get . $key | toString)) -}}
+{{- $all = append $all . -}}
+{{- end -}}
+{{- end -}}
+{{- dict "list" (concat $all $extra) | toYaml -}}
+{{- end }}
+
+{{/*
+Environment, volumes' mounts and volumes of a container of ours, each with what the user adds; take a
+dict of own (YAML of a list) and values.
+*/}}
+{{- define "headrace.env" -}}
+{{- with (include "headrace.mergedList" (dict "own" (fromYamlArray .own) "extra" .values.extraEnv "key" "name") | fromYaml).list -}}
+env:
+  {{- toYaml . | nindent 2 }}
+{{- end -}}
+{{- with .values.extraEnvFrom }}
+envFrom:
+  {{- toYaml . | nindent 2 }}
+{{- end }}
+{{- end }}
+
+{{- define "headrace.mounts" -}}
+volumeMounts:
+  {{- toYaml (include "headrace.mergedList" (dict "own" (fromYamlArray .own) "extra" .values.extraVolumeMounts "key" "mountPath") | fromYaml).list | nindent 2 }}
+{{- end }}
+
+{{- define "headrace.podVolumes" -}}
+volumes:
+  {{- toYaml (include "headrace.mergedList" (dict "own" (fromYamlArray .own) "extra" .values.extraVolumes "key" "name") | fromYaml).list | nindent 2 }}
 {{- end }}
 
 {{/* image and security of a container; takes a dict of root and image. */}}
@@ -134,6 +179,14 @@ periodSeconds: {{ .root.Values.probes.periodSeconds }}
 timeoutSeconds: {{ .root.Values.probes.timeoutSeconds }}
 {{- end }}
 
+{{- define "headrace.podNameEnv" -}}
+- name: POD_NAME
+  valueFrom:
+    fieldRef:
+      apiVersion: v1
+      fieldPath: metadata.name
+{{- end }}
+
 {{/* The Secret that holds the tokens, and the one with a service's certificate. */}}
 {{- define "headrace.tokenSecret" -}}
 {{- default (printf "%s-tokens" (include "headrace.fullname" .)) .Values.auth.existingSecret -}}
@@ -171,9 +224,6 @@ config (name of the ConfigMap), service and tokens (keys that this pod may see).
     secretName: {{ include "headrace.tlsSecret" (dict "root" .root "service" .service) }}
     defaultMode: 0440
 {{- end }}
-{{- with .values.extraVolumes }}
-{{ toYaml . }}
-{{- end }}
 {{- end }}
 
 {{- define "headrace.volumeMounts" -}}
@@ -191,8 +241,5 @@ config (name of the ConfigMap), service and tokens (keys that this pod may see).
 - name: tls
   mountPath: /etc/headrace/tls
   readOnly: true
-{{- end }}
-{{- with .values.extraVolumeMounts }}
-{{ toYaml . }}
 {{- end }}
 {{- end }}
