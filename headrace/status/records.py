@@ -4,6 +4,7 @@ import re
 from collections.abc import Sequence
 from dataclasses import dataclass, field
 from enum import StrEnum
+from functools import lru_cache
 from typing import Protocol
 
 from headrace.status.states import State
@@ -13,6 +14,7 @@ MAX_COMPLETIONS = 16
 _NAME = re.compile(r"([A-Za-z0-9._:-]{1,128})(?:#([0-9]{1,2}))?")
 
 
+@lru_cache(maxsize=8192)
 def parse_name(name: str) -> tuple[str, int]:
     """The request id and the index in the name of a completion; ValueError for another text."""
     matched = _NAME.fullmatch(name)

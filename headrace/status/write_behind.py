@@ -8,6 +8,7 @@ Redis nor the state table.
 """
 
 import asyncio
+import contextlib
 import logging
 import time
 from collections.abc import Callable, Coroutine, Iterable, Mapping, Sequence
@@ -28,7 +29,7 @@ _MAX_BATCH_BYTES = 1 << 20
 # Least pause between batches: a batch's fixed cost equals that of many items.
 _BATCH_GAP_S = 0.02
 # How often the source is asked while nothing else is queued.
-_SOURCE_GAP_S = 0.05
+_SOURCE_GAP_S = 0.1
 # The writer's share of the event loop; the greater one while many completions wait.
 _MAX_SHARE = 0.01
 _MAX_HURRIED_SHARE = 0.05
@@ -132,44 +133,53 @@ class WriteBehind:
     async def run(self) -> None:
         """Writes until cancelled, or until the store refuses the credentials."""
         backoff_s = _FIRST_BACKOFF_S
-        while True:
+        while not self._is_broken:
             # An unreachable store is pinged even when there is nothing to write.
             if self.is_healthy:
-                await self._work()
-            taken = self._take()
-            batch, spent_s = await metered(
-                self._write([chain.items for chain in taken.values()]), self._processor_time
-            )
-            if batch.is_fatal:
-                self._give_up(taken)
-                return
-            self._note_health(batch.failure)
-            if batch.failure:
-                self._put_back(taken.items())
+                await self._wait_for_work()
+            must_wait, spent_s = await metered(self._write_some(), self._processor_time)
+            if not self.is_healthy:
                 await asyncio.sleep(backoff_s)
                 backoff_s = min(2 * backoff_s, _MAX_BACKOFF_S)
                 continue
             backoff_s = _FIRST_BACKOFF_S
-            rest = self._rest(taken, batch.outcomes)
-            self._put_back(rest.items())
-            await self._pause(spent_s, has_early=bool(rest))
+            # Its share of the loop; what was early is early for a while.
+            if must_wait or not self._num_flushing:
+                await asyncio.sleep(max(_BATCH_GAP_S, spent_s * (1 / self._share - 1)))
 
-    async def _work(self) -> None:
-        """Waits until something is queued, by callers or by the source."""
-        while True:
-            self._ask_source()
-            if self._pending:
-                return
-            self._has_work.clear()
+    async def _wait_for_work(self) -> None:
+        """Waits until something is queued, or until it is time to ask the source."""
+        if self._pending:
+            return
+        self._has_work.clear()
+        if self.source is None:
             self._is_idle.set()
-            if self.source is None:
+        with contextlib.suppress(TimeoutError):
+            async with asyncio.timeout(_SOURCE_GAP_S if self.source is not None else None):
                 await self._has_work.wait()
-                continue
-            try:
-                async with asyncio.timeout(_SOURCE_GAP_S):
-                    await self._has_work.wait()
-            except TimeoutError:
-                continue
+
+    async def _write_some(self) -> bool:
+        """Writes a batch of what is queued; returns whether some of it was early."""
+        if self.is_healthy:
+            self._ask_source()
+            if not self._pending:
+                self._is_idle.set()
+                return False
+        taken = self._take()
+        batch = await self._write([chain.items for chain in taken.values()])
+        if batch.is_fatal:
+            self._give_up(taken)
+            return False
+        self._note_health(batch.failure)
+        rest = taken if batch.failure else self._rest(taken, batch.outcomes)
+        self._put_back(rest.items())
+        return any(chain.early_since is not None for chain in rest.values())
+
+    @property
+    def _share(self) -> float:
+        """The writer's greatest share of the event loop."""
+        is_hurried = len(self._pending) >= 8 * _MAX_BATCH_COMPLETIONS
+        return _MAX_HURRIED_SHARE if is_hurried else _MAX_SHARE
 
     def _ask_source(self) -> None:
         """Queues what the source has, unless a full batch waits already."""
@@ -284,14 +294,6 @@ class WriteBehind:
         logger.warning("status of %s: %s never became possible", item.request_id, what)
         if len(self._lost) < self._max_completions:
             self._lost.add(item.request_id)
-
-    async def _pause(self, spent_s: float, *, has_early: bool) -> None:
-        """Waits between batches so that the writer has no more than its share of the loop."""
-        if self._num_flushing and not has_early:
-            return
-        is_hurried = len(self._pending) >= 8 * _MAX_BATCH_COMPLETIONS
-        share = _MAX_HURRIED_SHARE if is_hurried else _MAX_SHARE
-        await asyncio.sleep(max(_BATCH_GAP_S, spent_s * (1 / share - 1)))
 
     def _note_health(self, failure: str) -> None:
         if failure and self.is_healthy:
