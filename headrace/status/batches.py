@@ -4,13 +4,14 @@ from collections.abc import Sequence
 from typing import Any
 
 from headrace.service.errors import ServiceError
+from headrace.status.chains import Item
 from headrace.status.connect import Command, Connection
 from headrace.status.keys import Keys
 from headrace.status.live import LiveIndex, member_of
 from headrace.status.records import Update, WriteOutcome, parse_name
 from headrace.status.states import Writer
 from headrace.status.wire import decode_outcome, encode_writes
-from headrace.status.write_behind import Batch, Item
+from headrace.status.write_behind import Batch
 
 
 class BatchWriter:

@@ -20,6 +20,7 @@ from hashlib import sha1
 from typing import Any, cast
 from urllib.parse import SplitResult, urlsplit
 
+import redis.exceptions
 from redis.asyncio import Redis
 from redis.asyncio.cluster import ClusterNode, RedisCluster
 from redis.asyncio.connection import parse_url
@@ -180,8 +181,12 @@ class Connection:
     async def _run(self, commands: Sequence[Command]) -> list[Any]:
         if self._masters is not None and self._clock() - self._checked_at >= _MASTER_CHECK_S:
             # Closes idle connections if another server is the master now.
-            await cast("Any", self._masters).get_master_address()
+            before = self._masters.master_address
+            master = await cast("Any", self._masters).get_master_address()
             self._checked_at = self._clock()
+            if before not in {None, master}:
+                # So that callers write again what the old master may have taken along.
+                raise redis.exceptions.ConnectionError(f"the master is at {master} now")
         try:
             return await self._send(commands)
         except NoScriptError:

@@ -2,7 +2,7 @@
 
 The server listens on a unix socket in a private folder and requires a password drawn for this run.
 The server is restarted when it dies, and stopped when this process ends. With an append-only file,
-a restart of the server loses no acknowledged write, and a power cut those of the last second.
+a restart of the server or of the machine loses at most the writes of the last two seconds.
 """
 
 import asyncio

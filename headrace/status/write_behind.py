@@ -1,7 +1,7 @@
 """Writes status updates and tokens in batches, in the background; serving never waits for a store.
 
-Items of a completion are kept in order, and updates merged where only the last counts. Items are
-retried while the store is unreachable, and dropped when no later transition can make them legal.
+Items are retried while the store is unreachable, and dropped when no later transition can make them
+legal.
 The writer pauses so long after each batch that it takes a bounded share of the processor: when
 there is more to write, batches are written later and become larger. This module knows neither
 Redis nor the state table.
@@ -11,17 +11,16 @@ import asyncio
 import contextlib
 import logging
 import time
-from collections.abc import Callable, Coroutine, Iterable, Mapping, Sequence
-from dataclasses import dataclass, field, fields, replace
+from collections import deque
+from collections.abc import Callable, Coroutine, Mapping, Sequence
+from dataclasses import dataclass, field
 from typing import Any
 
+from headrace.status.chains import Chain, ChainQueue, Item, num_bytes_of
 from headrace.status.metered import metered
 from headrace.status.records import JournalSource, Tokens, Update, Verdict, WriteOutcome
-from headrace.status.states import State
 
 logger = logging.getLogger(__name__)
-
-Item = Tokens | Update
 
 # One batch blocks the event loop, which also streams tokens, and the server about a millisecond.
 _MAX_BATCH_COMPLETIONS = 128
@@ -38,6 +37,8 @@ _MAX_BACKOFF_S = 2.0
 # The router's DISPATCHED and the scheduler's RUNNING race by milliseconds; a gap of seconds means
 # that the other writer is gone, or that the store has lost the record.
 _EARLY_PATIENCE_S = 5.0
+# What was written in so many seconds before a failure is written again.
+_REPEAT_S = 3.0
 # Older items mean that the store does not keep up.
 _MAX_LAG_S = 5.0
 
@@ -54,16 +55,6 @@ class Batch:
     outcomes: Mapping[int, WriteOutcome] = field(default_factory=dict)
     failure: str = ""
     is_fatal: bool = False
-
-
-@dataclass(slots=True)
-class _Chain:
-    """Items of one completion, oldest first; since is when the first was queued."""
-
-    since: float
-    items: list[Item] = field(default_factory=list)
-    num_bytes: int = 0
-    early_since: float | None = None
 
 
 class WriteBehind:
@@ -83,13 +74,13 @@ class WriteBehind:
         max_completions and max_bytes bound memory while the store is unreachable.
         """
         self._write = write
+        self._queue = ChainQueue(max_completions=max_completions, max_bytes=max_bytes, clock=clock)
         self._max_completions = max_completions
-        self._max_bytes = max_bytes
         self._clock = clock
         self._processor_time = processor_time
-        self._pending: dict[str, _Chain] = {}
-        self._num_bytes = 0
         self._lost: set[str] = set()
+        # Written last, with the time; the store may lose them when it fails.
+        self._written: deque[tuple[float, dict[str, Chain]]] = deque()
         self._has_work = asyncio.Event()
         self._is_idle = asyncio.Event()
         self._is_idle.set()
@@ -102,10 +93,7 @@ class WriteBehind:
     @property
     def is_keeping_up(self) -> bool:
         """Whether the store is there and nothing waits for long."""
-        if not self.is_healthy:
-            return False
-        oldest = next(iter(self._pending.values()), None)
-        return oldest is None or self._clock() - oldest.since < _MAX_LAG_S
+        return self.is_healthy and self._queue.lag_s < _MAX_LAG_S
 
     def put(self, update: Update) -> None:
         """Queues an update; never waits."""
@@ -149,7 +137,7 @@ class WriteBehind:
 
     async def _wait_for_work(self) -> None:
         """Waits until something is queued, or until it is time to ask the source."""
-        if self._pending:
+        if self._queue:
             return
         self._has_work.clear()
         if self.source is None:
@@ -162,28 +150,33 @@ class WriteBehind:
         """Writes a batch of what is queued; returns whether some of it was early."""
         if self.is_healthy:
             self._ask_source()
-            if not self._pending:
+            if not self._queue:
                 self._is_idle.set()
                 return False
-        taken = self._take()
+        taken = self._queue.take(_MAX_BATCH_COMPLETIONS, _MAX_BATCH_BYTES)
         batch = await self._write([chain.items for chain in taken.values()])
         if batch.is_fatal:
             self._give_up(taken)
             return False
         self._note_health(batch.failure)
-        rest = taken if batch.failure else self._rest(taken, batch.outcomes)
-        self._put_back(rest.items())
+        if batch.failure:
+            self._queue.put_back(taken)
+            self._repeat_written()
+            return False
+        rest = self._rest(taken, batch.outcomes)
+        self._queue.put_back(rest)
+        self._note_written(taken)
         return any(chain.early_since is not None for chain in rest.values())
 
     @property
     def _share(self) -> float:
         """The writer's greatest share of the event loop."""
-        is_hurried = len(self._pending) >= 8 * _MAX_BATCH_COMPLETIONS
+        is_hurried = len(self._queue) >= 8 * _MAX_BATCH_COMPLETIONS
         return _MAX_HURRIED_SHARE if is_hurried else _MAX_SHARE
 
     def _ask_source(self) -> None:
         """Queues what the source has, unless a full batch waits already."""
-        if self.source is None or len(self._pending) >= _MAX_BATCH_COMPLETIONS:
+        if self.source is None or len(self._queue) >= _MAX_BATCH_COMPLETIONS:
             return
         for item in self.source.take():
             if item.request_id not in self._lost:
@@ -193,54 +186,19 @@ class WriteBehind:
                 self._lost.discard(item.request_id)
 
     def _put(self, item: Item) -> None:
-        chain = self._pending.get(item.request_id)
-        num_bytes = _num_bytes(item)
-        if self._num_bytes + num_bytes > self._max_bytes and isinstance(item, Update):
-            # Without the spec, the request can be looked up but not be taken up again.
-            item, num_bytes = replace(item, spec=None), 0
-        if chain is None:
-            if self._is_broken or len(self._pending) >= self._max_completions:
-                self.num_refused += 1
-                return
-            chain = self._pending[item.request_id] = _Chain(self._clock())
-        _append(chain.items, item)
-        chain.num_bytes += num_bytes
-        self._num_bytes += num_bytes
+        if self._is_broken or not self._queue.put(item):
+            self.num_refused += 1
+            return
         self._has_work.set()
         self._is_idle.clear()
 
-    def _take(self) -> dict[str, _Chain]:
-        """Removes the oldest chains, one batch of them, from the queue and returns them."""
-        taken: dict[str, _Chain] = {}
-        num_bytes = 0
-        for name, chain in self._pending.items():
-            if len(taken) == _MAX_BATCH_COMPLETIONS or (taken and num_bytes > _MAX_BATCH_BYTES):
-                break
-            taken[name] = chain
-            num_bytes += chain.num_bytes
-        for name in taken:
-            del self._pending[name]
-        self._num_bytes -= num_bytes
-        return taken
-
-    def _put_back(self, chains: Iterable[tuple[str, _Chain]]) -> None:
-        """Requeues chains to retry, ahead of items queued since."""
-        for name, chain in chains:
-            self._num_bytes += chain.num_bytes
-            newer = self._pending.get(name)
-            if newer is not None:
-                for item in newer.items:
-                    _append(chain.items, item)
-                chain.num_bytes += newer.num_bytes
-            self._pending[name] = chain
-
     def _rest(
-        self, taken: dict[str, _Chain], outcomes: Mapping[int, WriteOutcome]
-    ) -> dict[str, _Chain]:
+        self, taken: dict[str, Chain], outcomes: Mapping[int, WriteOutcome]
+    ) -> dict[str, Chain]:
         """What remains to be written of each chain, by the outcomes of its items."""
         if not outcomes:
             return {}
-        rest: dict[str, _Chain] = {}
+        rest: dict[str, Chain] = {}
         stale: list[tuple[str, int]] = []
         begin = 0
         for name, chain in taken.items():
@@ -256,10 +214,11 @@ class WriteBehind:
             self.source.stale(stale)
         return rest
 
-    def _left_of(self, chain: _Chain, outcomes: Mapping[int, WriteOutcome]) -> _Chain | None:
+    def _left_of(self, chain: Chain, outcomes: Mapping[int, WriteOutcome]) -> Chain | None:
         """The part of a chain to write again: tokens that the store lacks, and what was early."""
         refused = {Verdict.STALE, Verdict.ILLEGAL, Verdict.BROKEN}
-        self.num_refused += sum(o.verdict in refused for o in outcomes.values())
+        if not chain.is_repeated:
+            self.num_refused += sum(o.verdict in refused for o in outcomes.values())
         items: list[Item] = []
         gap = next((i for i, o in outcomes.items() if o.verdict is Verdict.GAP), None)
         if gap is not None and (tokens := self._again(chain.items[gap], outcomes[gap])) is not None:
@@ -275,7 +234,7 @@ class WriteBehind:
                 items += chain.items[early:]
         if not items:
             return None
-        return _Chain(chain.since, items, sum(map(_num_bytes, items)), since)
+        return Chain(chain.since, items, sum(map(num_bytes_of, items)), since)
 
     def _again(self, item: Item, outcome: WriteOutcome) -> Tokens | None:
         """The tokens that the store lacks, as the source has them."""
@@ -295,6 +254,27 @@ class WriteBehind:
         if len(self._lost) < self._max_completions:
             self._lost.add(item.request_id)
 
+    def _note_written(self, chains: Mapping[str, Chain]) -> None:
+        """Keeps what was written in the last seconds of writing."""
+        now = self._clock()
+        fresh = {name: chain for name, chain in chains.items() if not chain.is_repeated}
+        if fresh:
+            self._written.append((now, fresh))
+        while self._written and now - self._written[0][0] > _REPEAT_S:
+            self._written.popleft()
+
+    def _repeat_written(self) -> None:
+        """Queues again what was written just before the store failed.
+
+        A server that is killed, or replaced by its replica, loses the last of what it has
+        acknowledged. Writing twice does no harm.
+        """
+        while self._written:
+            _, chains = self._written.pop()
+            for chain in chains.values():
+                chain.is_repeated = True
+            self._queue.put_back(chains)
+
     def _note_health(self, failure: str) -> None:
         if failure and self.is_healthy:
             logger.warning("status store is away, serving goes on without it: %s", failure)
@@ -302,54 +282,9 @@ class WriteBehind:
             logger.info("status store is here")
         self.is_healthy = not failure
 
-    def _give_up(self, taken: Mapping[str, _Chain]) -> None:
+    def _give_up(self, taken: Mapping[str, Chain]) -> None:
         self.is_healthy = False
         self._is_broken = True
-        self.num_refused += len(taken) + len(self._pending)
-        self._pending.clear()
-        self._num_bytes = 0
+        self.num_refused += len(taken) + len(self._queue)
+        self._queue.clear()
         self._is_idle.set()
-
-
-def _num_bytes(item: Item) -> int:
-    """About what an item occupies beyond a fixed size."""
-    if isinstance(item, Update):
-        return len(item.spec or b"")
-    num_bytes = len(item.token_ids)
-    if item.logprobs or item.prompt_logprobs:
-        num_bytes += sum(map(len, item.logprobs)) + sum(map(len, item.prompt_logprobs))
-    return num_bytes
-
-
-def _append(items: list[Item], item: Item) -> None:
-    """Adds an item to a chain, merging updates whose intermediate states need not be seen.
-
-    So the chain of a request that is preempted or paused and resumed for hours while the store is
-    unreachable stays short.
-    """
-    flapping = {State.RUNNING, State.PREEMPTED, State.PAUSED}
-    last, before = (None, None, *items)[:-3:-1]
-    if not isinstance(item, Update) or not isinstance(last, Update):
-        items.append(item)
-    elif _same(last, item):
-        items[-1] = _merged(last, item)
-    elif (
-        isinstance(before, Update) and _same(before, item) and {last.state, item.state} <= flapping
-    ):
-        items[-2:] = [_merged(_merged(before, last), item)]
-    else:
-        items.append(item)
-
-
-def _same(one: Update, other: Update) -> bool:
-    return (one.state, one.epoch, one.create_time_unix_s) == (
-        other.state,
-        other.epoch,
-        other.create_time_unix_s,
-    )
-
-
-def _merged(old: Update, new: Update) -> Update:
-    """The newer of two updates, with fields that are None filled in from the older update."""
-    known = {f.name: v for f in fields(Update) if (v := getattr(new, f.name)) is not None}
-    return replace(old, **known)

@@ -49,6 +49,8 @@ async def test_after_a_failover_the_new_master_is_written_to_and_the_old_one_is_
         assert store.is_durable
         os.kill(old.process.pid, signal.SIGCONT)
         # This writer still has a connection to the old master, and has noticed nothing.
+        with pytest.raises(ServiceError, match="the master is at"):
+            await silent.apply(update("silent-again"))
         await silent.apply(update("silent-again"))
         for number in range(50):
             store.record(update(f"after{number}"))

@@ -108,9 +108,8 @@ async def test_a_store_that_is_away_is_not_durable_and_is_found_again(monkeypatc
 
 
 async def test_what_never_becomes_possible_is_dropped_after_a_while():
-    times = iter([0.0, 0.0, 1.0, 4.0, 6.0, 7.0])
     store = ScriptedStore(early(0))
-    async with running(behind(store, clock=lambda: next(times))) as queue:
+    async with running(behind(store, clock=lambda: 2.0 * len(store.written))) as queue:
         queue.put(update(State.RUNNING))
         assert await queue.flush(5)
         assert queue.num_refused == 1
@@ -169,7 +168,7 @@ async def test_flapping_while_nobody_looks_stays_short():
         lost = State.PAUSED if n % 4 else State.PREEMPTED
         queue.put(update(lost, completion_tokens=n))
         queue.put(update(State.RUNNING, completion_tokens=n + 1))
-    (merged,) = queue._pending["r1"].items
+    (merged,) = queue._queue._chains["r1"].items
     assert (merged.state, merged.worker_id) == (State.RUNNING, "w")
     assert merged.completion_tokens == 99
     async with running(queue):
@@ -227,5 +226,40 @@ async def test_a_spec_that_does_not_fit_is_left_out_of_its_record():
         queue.put(update(State.QUEUED, request_id=name, spec=b"spec"))
     async with running(queue):
         assert await queue.flush(5)
-        assert queue._num_bytes == 0
+        assert queue._queue.num_bytes == 0
     assert kept == [b"spec", None]
+
+
+async def test_what_was_written_just_before_a_failure_is_written_again(monkeypatch):
+    monkeypatch.setattr(write_behind, "_FIRST_BACKOFF_S", 0.001)
+    store = ScriptedStore()
+    times = [0.0]
+    async with running(behind(store, clock=lambda: times[-1])) as queue:
+        for number in range(3):
+            times.append(2.0 * number)
+            queue.put(update(State.QUEUED, request_id=f"r{number}"))
+            assert await queue.flush(5)
+        store._answers = [Batch(failure="gone"), Batch()]
+        queue.put(update(State.DISPATCHED, request_id="r2"))
+        assert await queue.flush(5)
+    *_, failed, repeated = store.written
+    assert failed == [("r2", State.DISPATCHED)]
+    # In order, and nothing that is older than a few seconds.
+    assert [entry for entry in repeated if entry[0] == "r2"] == [
+        ("r2", State.QUEUED),
+        ("r2", State.DISPATCHED),
+    ]
+    assert {name for name, _ in repeated} == {"r1", "r2"}
+
+
+async def test_what_is_written_again_is_not_written_a_third_time(monkeypatch):
+    monkeypatch.setattr(write_behind, "_FIRST_BACKOFF_S", 0.001)
+    store = ScriptedStore()
+    async with running(behind(store)) as queue:
+        queue.put(update(State.QUEUED, request_id="r0"))
+        assert await queue.flush(5)
+        for number in range(1, 5):
+            store._answers = [Batch(failure="gone"), Batch()]
+            queue.put(update(State.QUEUED, request_id=f"r{number}"))
+            assert await queue.flush(5)
+    assert sum(("r0", State.QUEUED) in batch for batch in store.written) == 2
