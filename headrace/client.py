@@ -162,7 +162,7 @@ class HeadraceClient:
             self._routers,
             self._policy,
             self._tell,
-            Received(num_completions=request.sampling.n or 1),
+            Received(),
             request_id=request_id,
             generate=request,
             abort=partial(self._end, request_id) if is_to_end else None,
@@ -174,8 +174,8 @@ class HeadraceClient:
 
         Leaving the stream early does not end the request, unless the request was begun so.
         """
-        with messages.naming("from_token"):
-            messages.resume_request(request_id, from_token, [from_token])
+        # What the wire cannot carry is refused before the stream begins.
+        messages.resume_request(request_id, from_token)
         received = Received(from_token=from_token)
         stream = RequestStream(
             self._routers, self._policy, self._tell, received, request_id=request_id

@@ -56,15 +56,10 @@ def sampling_params(sampling: Sampling) -> common_pb2.SamplingParams:
 
 
 def resume_request(
-    request_id: str, from_token: int, positions: Sequence[int]
+    request_id: str, from_token: int, positions: Sequence[int] = ()
 ) -> inference_pb2.ResumeRequest:
-    """Asks for the tokens from positions[index] on of each completion.
-
-    from_token is for completions of which nothing has come.
-    """
+    """Asks for the tokens from positions[index] on; of further completions, from from_token on."""
     with naming("from_token"):
-        if len(positions) == 1:
-            return inference_pb2.ResumeRequest(request_id=request_id, from_token=positions[0])
         return inference_pb2.ResumeRequest(
             request_id=request_id, from_token=from_token, from_token_by_index=positions
         )

@@ -116,7 +116,6 @@ class Received:
     """What has come of one request, and what of a resumed stream is new."""
 
     from_token: int = 0
-    num_completions: int = 1
     has_any: bool = False
     _by_index: dict[int, _Completion] = field(default_factory=dict)
     _has_prompt_logprobs: bool = False
@@ -127,8 +126,8 @@ class Received:
         return sum(c.num_tokens - self.from_token for c in self._by_index.values())
 
     def positions(self) -> list[int]:
-        """The next token wanted of each completion."""
-        num = max(self.num_completions, *(index + 1 for index in self._by_index), 1)
+        """The next token wanted of each completion; of those after the last one, from_token."""
+        num = max(self._by_index, default=-1) + 1
         return [self._completion(index).num_tokens for index in range(num)]
 
     def rewind(self) -> None:

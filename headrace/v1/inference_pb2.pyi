@@ -447,7 +447,9 @@ class ResumeRequest(_message.Message):
     """First generated token wanted, from 0: how many tokens the caller has received."""
     @_builtins.property
     def from_token_by_index(self) -> _containers.RepeatedScalarFieldContainer[_builtins.int]:
-        """With n > 1: the first token wanted of each completion, by index. Empty: from_token of each."""
+        """With n > 1: the first token wanted of each completion, by index. Of completions that have no
+        entry here, from_token.
+        """
 
     def __init__(
         self,

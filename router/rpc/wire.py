@@ -156,12 +156,10 @@ def body_of(request: inference_pb2.GenerateRequest) -> bytes:
 def first_tokens(request: inference_pb2.ResumeRequest, origin: Origin) -> Sequence[int]:
     """For each completion, the position of the first token wanted."""
     n, by_index = origin.spec.n, list(request.from_token_by_index)
-    if not by_index:
-        by_index, field = [request.from_token] * n, "from_token"
-    elif len(by_index) != n:
-        raise invalid("from_token_by_index", f"must have {n} entries, or none")
-    else:
-        field = "from_token_by_index"
+    field = "from_token_by_index" if by_index else "from_token"
+    if len(by_index) > n:
+        raise invalid(field, f"must have at most {n} entries")
+    by_index += [request.from_token] * (n - len(by_index))
     if max(by_index) > origin.max_tokens:
         raise invalid(field, f"must be at most max_tokens, {origin.max_tokens}")
     return by_index

@@ -91,7 +91,7 @@ def _from(response, positions):
     wanted = [
         output
         for output in response.outputs
-        if output.first_token_position >= positions[min(output.index, len(positions) - 1)]
+        if output.first_token_position >= positions[output.index]
     ]
     if not wanted:
         return None
@@ -154,7 +154,7 @@ class FakeInference(inference_pb2_grpc.InferenceServicer):
         if live is None or live.request != request:
             live = self.live[request.request_id] = LiveRequest(request)
             live.task = asyncio.create_task(live.run(self._answer(request)))
-        async for response in self._read(live, [0]):
+        async for response in self._read(live, [0] * (request.sampling.n or 1)):
             yield response
 
     async def Resume(self, request, context):
@@ -163,7 +163,8 @@ class FakeInference(inference_pb2_grpc.InferenceServicer):
             raise self.errors.pop(0)
         if (live := self.live.get(request.request_id)) is None:
             raise not_found("UNKNOWN_REQUEST", f"nothing is known of {request.request_id}")
-        positions = list(request.from_token_by_index) or [request.from_token]
+        num_open = (live.request.sampling.n or 1) - len(request.from_token_by_index)
+        positions = [*request.from_token_by_index, *[request.from_token] * num_open]
         async for response in self._read(live, [p + self.resume_shift for p in positions]):
             yield response
 

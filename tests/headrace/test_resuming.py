@@ -106,7 +106,7 @@ async def test_the_next_router_is_asked_for_the_next_token(cluster):
     rest = asyncio.create_task(rest_of(stream))
     await cluster.proxies[0].refuse()
     await until(lambda: cluster.num_resumed == [0, 1])
-    assert cluster.routers[1].resumed[0].from_token == 3
+    assert cluster.routers[1].resumed[0].from_token_by_index == [3]
     cluster.open_gates()
     await rest
 
@@ -150,6 +150,20 @@ async def test_each_of_several_completions_goes_on_at_its_own_token(cluster):
     completion = await gather(listed(deltas + await rest))
     assert [o.text for o in completion.outputs] == [PROMPT, PROMPT]
     assert [o.token_ids for o in completion.outputs] == [(0, 1, 2, 3, 4)] * 2
+
+
+async def test_a_completion_that_has_not_begun_is_resumed_from_where_it_was_to_begin(cluster):
+    _, stream = await begin(cluster, sampling=Sampling(n=2))
+    again = cluster.client.resume("r1", from_token=1)
+    deltas = [await anext(again)]
+    assert (deltas[0].index, deltas[0].token_ids) == (0, (1,))
+    rest = asyncio.create_task(rest_of(again))
+    await cluster.proxies[0].cut()
+    await until(lambda: sum(cluster.num_resumed) >= 2)
+    cluster.open_gates()
+    completion = await gather(listed(deltas + await rest))
+    assert [o.token_ids for o in completion.outputs] == [(1, 2, 3, 4)] * 2
+    await stream.aclose()
 
 
 async def test_an_echo_before_the_first_token_comes_once(cluster):
