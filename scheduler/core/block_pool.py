@@ -118,6 +118,11 @@ class BlockPool:
         """How many of the blocks are not referenced."""
         return list(map(self._num_refs.__getitem__, block_ids)).count(0)
 
+    def forget(self, block_ids: Iterable[int]) -> None:
+        """Drop the cached contents of blocks."""
+        for block_id in block_ids:
+            self._forget(block_id)
+
     def forget_all(self) -> None:
         """Drop every cached content; the free list keeps its order."""
         self._blocks_by_digest.clear()

@@ -192,6 +192,13 @@ class KvCache:
         block_ids = self._table.block_table[row, first:end].tolist()
         self.pool.register(block_ids, hashes.digests[first:end])
 
+    def unwritten(self, row: int) -> list[int]:
+        """Blocks of a row that are registered for tokens of the step that is being planned."""
+        table = self._table
+        first = table.num_computed.item(row) // self.block_size
+        block_ids: list[int] = table.block_table[row, first : table.num_registered[row]].tolist()
+        return block_ids
+
     def release(self, row: int) -> None:
         """Free every block of a row."""
         table = self._table

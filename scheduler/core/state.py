@@ -147,6 +147,8 @@ class SchedulerState:
         row = self.table.stop_running(position)
         request = self.table.request(row)
         was_scheduled = batch.refund(row)
+        # The step was to write these blocks: no later request may find them by their digests.
+        self.kv.pool.forget(self.kv.unwritten(row))
         victim = Victim(
             key=request.key,
             request_id=request.request_id,

@@ -136,10 +136,17 @@ class WaitingPass:
         victim = state.table.request(int(state.table.running_rows[position]))
         if not self._policy.may_displace(request, victim):
             return False
+        if self._is_read(victim.row):
+            return False
         if not self._would_help(batch, request, lack, victim):
             return False
         state.displace(batch, position, request, lack.num_needed_blocks)
         return True
+
+    def _is_read(self, row: int) -> bool:
+        """Whether a request admitted in this step needs KV that `row` writes in this step."""
+        num_refs = self._state.kv.pool.num_refs
+        return any(num_refs(block_id) > 1 for block_id in self._state.kv.unwritten(row))
 
     def _would_help(
         self, batch: StepBatch, request: Request, lack: PassedOver, victim: Request

@@ -23,7 +23,7 @@ from scheduler.replay.replay import first_difference
 from scheduler.replay.schema import decode_head, decode_step
 from scheduler.replay.trace import TraceRecord
 from tests.scheduler.core.building import check_book
-from tests.scheduler.core.mirror import WorkerRows
+from tests.scheduler.core.mirror import MirroredWorker
 from tests.scheduler.core.plain import PlainRecorder
 from tests.scheduler.replay.assembling import assemble
 
@@ -98,7 +98,7 @@ class SchedulerMachine(RuleBasedStateMachine):
         )
         self.begin_file()
         self.core = self.cores[0]
-        self.worker_rows = WorkerRows()
+        self.worker = MirroredWorker(config)
         self.num_added = 0
         self.unblocked: dict[int, bool] = {}
         self.flights: deque[tuple[StepPlan, Any]] = deque()
@@ -259,8 +259,8 @@ class SchedulerMachine(RuleBasedStateMachine):
         self.now += 1.0 if self.random.random() < 0.7 else MAX_FREED_ROW_WAIT_S / 2
         plan, other = (c.schedule(self.now, throttle_prefills=throttle) for c in self.cores)
         check_book(self.core)
-        self.worker_rows.apply(plan)
-        self.worker_rows.check(self.core)
+        self.worker.apply(plan)
+        self.worker.check(self.core)
         assert plan.facts == other.facts
         assert plan.appended_block_rows.tolist() == other.appended_block_rows.tolist()
         assert plan.freed_rows.tolist() == other.freed_rows.tolist()

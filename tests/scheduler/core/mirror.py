@@ -1,19 +1,24 @@
-"""The rows of a worker that is sent every plan, to compare with the core's book."""
+"""The rows and KV blocks of a worker that runs every plan, to compare with the core's book."""
 
 import numpy as np
 
-from scheduler.core.plan import StepPlan
+from scheduler.core.plan import SchedulerConfig, StepPlan
 from scheduler.core.scheduler import SchedulerCore
 
 
-class WorkerRows:
-    """The block table of each occupied row; a plan that contradicts them fails the test."""
+class MirroredWorker:
+    """Block tables of occupied rows, and which slots of the blocks were written to.
 
-    def __init__(self) -> None:
+    A plan that contradicts the rows, or reads KV that nothing wrote, fails the test.
+    """
+
+    def __init__(self, config: SchedulerConfig) -> None:
         self.tables: dict[int, list[int]] = {}
+        self._block_size = config.block_size
+        self._is_written = np.zeros((config.num_gpu_blocks, config.block_size), dtype=np.bool_)
 
     def apply(self, plan: StepPlan) -> None:
-        """Free, place and append as the worker does; a plan with nothing to do is not sent."""
+        """Free, place and append as the worker does, then run; an empty plan is not sent."""
         if not plan.is_worth_sending:
             assert not plan.row_requests
             assert not len(plan.appended_block_rows)
@@ -24,12 +29,35 @@ class WorkerRows:
         for request in plan.row_requests:
             assert request.row not in self.tables, f"row {request.row} is taken"
             self.tables[request.row] = []
+        steps = {
+            row: (start, start + count)
+            for row, start, count in zip(
+                plan.rows.tolist(),
+                plan.num_computed_tokens.tolist(),
+                plan.num_scheduled_tokens.tolist(),
+                strict=True,
+            )
+        }
         pairs = zip(
             plan.appended_block_rows.tolist(), plan.appended_block_ids.tolist(), strict=True
         )
         for row, block_id in pairs:
             self.tables[row].append(block_id)
-        assert set(plan.rows.tolist()) <= self.tables.keys(), "an empty row advances"
+            if len(self.tables[row]) * self._block_size > steps[row][0]:  # no prefix hit
+                self._is_written[block_id] = False
+        assert steps.keys() <= self.tables.keys(), "an empty row advances"
+        # A step writes the KV of all its tokens before it reads any.
+        for row, (start, end) in steps.items():
+            self._is_written[self._slots(row, start, end)] = True
+        for row, (_, end) in steps.items():
+            is_written = self._is_written[self._slots(row, 0, end)]
+            assert is_written.all(), f"row {row} reads KV that was never written"
+
+    def _slots(self, row: int, start: int, end: int) -> tuple[np.ndarray, np.ndarray]:
+        """Where the KV of a row's positions is: block and offset of each."""
+        positions = np.arange(start, end)
+        table = np.array(self.tables[row], dtype=np.intp)
+        return table[positions // self._block_size], positions % self._block_size
 
     def check(self, core: SchedulerCore) -> None:
         """The book has the same rows, but for free ones that the worker was not told of yet."""

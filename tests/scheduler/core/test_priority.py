@@ -195,3 +195,39 @@ def test_under_fcfs_nobody_is_displaced(make_core: MakeCore) -> None:
     driver.step()
     driver.add(new_request(1, priority=0))
     assert driver.scheduled(driver.step()) == {"r0": 1}
+
+
+def test_blocks_that_a_displaced_request_was_to_fill_in_this_step_are_not_found_later(
+    make_core: MakeCore,
+) -> None:
+    core = make_core(policy="preemptive_priority", max_num_seqs=1, max_num_batched_tokens=64)
+    driver = Driver(core)
+    driver.add(new_request(0, 200, priority=5))
+    driver.step()
+    driver.add(new_request(1, priority=0, max_tokens=1))
+    (victim,) = driver.step().facts.victims
+    assert (victim.request_id, victim.was_scheduled) == ("r0", True)
+    (admission,) = driver.step().admissions
+    # Of its second chunk of 64 tokens nothing was computed.
+    assert (admission.request_id, admission.num_cached_tokens) == ("r0", 64)
+    driver.run()
+
+
+def test_a_request_is_not_displaced_while_a_request_of_this_step_needs_what_it_writes(
+    make_core: MakeCore,
+) -> None:
+    core = make_core(policy="preemptive_priority", max_num_seqs=2, max_num_batched_tokens=128)
+    driver = Driver(core)
+    prompt = new_request(7, 200).prompt_token_ids
+    driver.add(new_request(0, prompt_token_ids=prompt, priority=9))
+    driver.step()
+    # The first finds what the second chunk of r0 writes, the second wants r0's slot.
+    driver.add(new_request(1, prompt_token_ids=prompt.copy(), priority=1))
+    driver.add(new_request(2, priority=2))
+    plan = driver.step()
+    assert [admission.request_id for admission in plan.admissions] == ["r1"]
+    assert plan.admissions[0].num_cached_tokens > 128
+    assert not plan.facts.victims
+    (victim,) = driver.step().facts.victims
+    assert victim.request_id == "r0"
+    driver.run()
