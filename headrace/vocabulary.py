@@ -51,3 +51,4 @@ class WorkerState(StrEnum):
     READY = "ready"
     DRAINING = "draining"
     LOST = "lost"
+    QUARANTINED = "quarantined"

@@ -78,6 +78,14 @@ class PoolSettings(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
     max_orphan_tokens: Annotated[
         int, help_text("A request whose router has gone pauses after more new tokens.", ge=0)
     ] = 1024
+    quarantine_s: Annotated[
+        float,
+        help_text(
+            "A worker that died 4 times in a row within a minute of its start is left alone for so"
+            " long, then for twice as long, up to 60 s; 0: never.",
+            ge=0,
+        ),
+    ] = 5.0
     max_waiting_tokens: Annotated[
         int, help_text("Tokens that may wait for a slow router before its stream is ended.", ge=1)
     ] = 4_000_000

@@ -16,6 +16,7 @@ from scheduler.core.explain import RequestExplanation
 from scheduler.core.plan import Int32Array, RequestStatus
 from scheduler.engine import WorkerEngine
 from scheduler.past import joined
+from scheduler.quarantine import Quarantine
 from scheduler.requests import NO_ROUTER, LiveRequest, Submission
 from scheduler.stranded import StrandedRequests
 from scheduler.switchboard import Switchboard
@@ -45,6 +46,7 @@ class ManagedWorker:
 
     address: str
     connector: WorkerConnector
+    quarantine: Quarantine
     state: WorkerState = WorkerState.STARTING
     info: WorkerSpec | None = None
     engine: WorkerEngine | None = None
@@ -74,7 +76,10 @@ class Pool:
         clock: Callable[[], float],
     ) -> None:
         """connectors by address; clock gives seconds since the epoch."""
-        self._workers = [ManagedWorker(address, c) for address, c in connectors.items()]
+        self._workers = [
+            ManagedWorker(address, connector, Quarantine(settings.quarantine_s))
+            for address, connector in connectors.items()
+        ]
         self._make_engine = make_engine
         self._switchboard = switchboard
         self._settings = settings
@@ -225,9 +230,28 @@ class Pool:
         except BaseException:
             stream.close()
             raise
-        await self._run_engine(worker, engine)
+        began_s = asyncio.get_running_loop().time()
+        has_died = await self._run_engine(worker, engine)
         self._lose(worker, engine)
+        if has_died:
+            await self._leave_alone(worker, asyncio.get_running_loop().time() - began_s)
         return engine.num_steps
+
+    async def _leave_alone(self, worker: ManagedWorker, lived_s: float) -> None:
+        """Keep a worker that keeps dying in quarantine for a while."""
+        if not (quarantine_s := worker.quarantine.died(lived_s)):
+            return
+        logger.warning(
+            "worker at %s has died %d times in a row and is left alone for %g s",
+            worker.address,
+            worker.quarantine.num_deaths,
+            quarantine_s,
+        )
+        worker.state = WorkerState.QUARANTINED
+        self._switchboard.changes.notify()
+        await asyncio.sleep(quarantine_s)
+        worker.state = WorkerState.LOST
+        self._switchboard.changes.notify()
 
     async def _reach(self, worker: ManagedWorker) -> tuple[WorkerSpec, WorkerStream]:
         """What the worker is, and a stream that it has taken, as soon as it can be had."""
@@ -277,8 +301,8 @@ class Pool:
         self._stranded.reassign()
         return worker.engine
 
-    async def _run_engine(self, worker: ManagedWorker, engine: WorkerEngine) -> None:
-        """Run an engine until its worker is lost."""
+    async def _run_engine(self, worker: ManagedWorker, engine: WorkerEngine) -> bool:
+        """Run an engine until its worker is lost; False if the worker has ended in good order."""
         # In a task of its own: a TaskGroup that fails while it is cancelled forgets that it was
         # cancelled, and we would look for the worker again in a scheduler that is shutting down.
         running = asyncio.create_task(engine.run(), name=f"run {worker.address}")
@@ -289,14 +313,17 @@ class Pool:
             await asyncio.wait([running])
             if not running.cancelled():
                 running.exception()  # seen, also where we are cancelled and look no further
+        has_died = True
         try:
             running.result()
         except* WorkerDrainedError:
             logger.info("worker at %s is shutting down: it has no request left", worker.address)
+            has_died = False
         except* WorkerLostError as lost:
             logger.warning("lost worker at %s: %s", worker.address, str(lost.exceptions[0]))
         except* BaseException:
             logger.exception("the engine of the worker at %s failed", worker.address)
+        return has_died
 
     def _lose(self, worker: ManagedWorker, engine: WorkerEngine) -> None:
         """Take over the unfinished requests of a lost worker."""

@@ -108,6 +108,8 @@ class _WorkerStateEnumTypeWrapper(_enum_type_wrapper._EnumTypeWrapper[_WorkerSta
     """Finishes the requests it has and accepts no more."""
     WORKER_STATE_LOST: _WorkerState.ValueType  # 4
     """Not reachable."""
+    WORKER_STATE_QUARANTINED: _WorkerState.ValueType  # 5
+    """Died too often lately; its scheduler leaves it alone for a while."""
 
 class WorkerState(_WorkerState, metaclass=_WorkerStateEnumTypeWrapper):
     """Whether a gpuworker accepts requests."""
@@ -122,6 +124,8 @@ WORKER_STATE_DRAINING: WorkerState.ValueType  # 3
 """Finishes the requests it has and accepts no more."""
 WORKER_STATE_LOST: WorkerState.ValueType  # 4
 """Not reachable."""
+WORKER_STATE_QUARANTINED: WorkerState.ValueType  # 5
+"""Died too often lately; its scheduler leaves it alone for a while."""
 Global___WorkerState: _TypeAlias = WorkerState  # noqa: Y015
 
 @_typing.final

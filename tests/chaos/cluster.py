@@ -177,7 +177,8 @@ class Cluster:
                 scheduler,
                 *("scheduler", "--scheduler-id", scheduler, *to_workers),
                 *("--store-url", await self._store_url(scheduler)),
-                *("--step-timeout-s", "4", "--max-num-losses", "1000", "--drain-timeout-s", "5"),
+                *("--step-timeout-s", "4", "--max-num-losses", "1000", "--quarantine-s", "0"),
+                *("--drain-timeout-s", "5"),
                 *self.shape.scheduler_flags,
             )
         for router in ROUTERS:

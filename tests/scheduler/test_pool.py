@@ -403,7 +403,8 @@ async def test_workers_that_die_again_and_again_lose_no_token_of_anybody(depth):
         for _ in range(60)
     ]
     settings = SchedulerSettings(pipeline_depth=depth)
-    async with running_scheduler(workers, settings, PoolSettings(max_num_losses=99)) as scheduler:
+    patient = PoolSettings(max_num_losses=99, quarantine_s=0)
+    async with running_scheduler(workers, settings, patient) as scheduler:
         await scheduler.ready(2)
         async with router_to(scheduler) as router:
             handles = await router.submit_all(asks)

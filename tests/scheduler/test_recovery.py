@@ -206,7 +206,7 @@ async def chaos(seed: int, store: FakeStore, depth: int) -> AsyncIterator[Chaos]
         worker.hold()
         await worker.start()
     settings = SchedulerSettings(pipeline_depth=depth)
-    patient = PoolSettings(max_num_losses=1000, max_orphan_tokens=20)
+    patient = PoolSettings(max_num_losses=1000, quarantine_s=0, max_orphan_tokens=20)
     async with (
         running_scheduler(workers, settings, patient, store) as scheduler,
         AsyncExitStack() as stack,

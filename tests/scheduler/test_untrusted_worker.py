@@ -142,7 +142,7 @@ async def test_no_bytes_of_a_result_end_the_scheduler(caplog):
         other.draining = False
         result.CopyFrom(other)
 
-    pool_settings = PoolSettings(max_num_losses=1000)
+    pool_settings = PoolSettings(max_num_losses=1000, quarantine_s=0)
     async with (
         running_scheduler([bad, good], None, pool_settings) as scheduler,
         router_to(scheduler) as router,

@@ -171,7 +171,7 @@ def test_workers_that_cannot_hold_the_whole_request_are_left_out():
 
 
 def test_only_ready_workers_of_the_model_are_chosen():
-    for state in (WorkerState.STARTING, WorkerState.DRAINING, WorkerState.LOST):
+    for state in set(WorkerState) - {WorkerState.READY}:
         assert choose(pool_of(report(state=state))) is None
     assert choose(pool_of(report()), model="other") is None
     assert choose(pool_of(report(), is_draining=True)) is None
