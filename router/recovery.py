@@ -128,4 +128,5 @@ class Recovery:
     def _is_wanted(self, spec: Spec, living: Sequence[Record]) -> bool:
         """Whether a lost request is taken up before somebody resumes it."""
         was_ours = any(record.router_id == self._identity.router_id for record in living)
-        return spec.recovers_at_once or spec.deadline_unix_s is not None or was_ours
+        has_deadline = spec.deadline_unix_s is not None and not spec.is_calls_deadline
+        return spec.recovers_at_once or has_deadline or was_ours

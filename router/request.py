@@ -37,9 +37,9 @@ class Spec:
     default_max_tokens, or as many as fit where these are fewer or None. stop_by_token_id has the
     stop strings that are exactly a control token. num_logprobs None: no log probabilities;
     otherwise those of each token and of that many alternatives. is_calls_deadline: the deadline is
-    the gRPC call's own, so the caller expects its status. body_sha256 tells a repeated call; empty
-    where the caller chose no id. goes_on: the request outlives its call; recovers_at_once: the
-    request is finished whether or not somebody reads it.
+    the first gRPC call's own, so that caller expects its status. body_sha256 tells a repeated call;
+    empty where the caller chose no id. goes_on: the request outlives its call; recovers_at_once:
+    the request is finished whether or not somebody reads it.
     """
 
     request_id: str

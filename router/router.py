@@ -205,10 +205,10 @@ class Router:
         """
         for reservation in self.calls:
             request = reservation.request
-            if request is None:
-                reservation.error = None if is_unread else outcomes.draining()
-            elif is_unread and request.has_reader:
+            if is_unread and (request is None or request.has_reader):
                 continue
+            if request is None:
+                reservation.error = outcomes.draining()
             elif self.is_durable and request.is_kept:
                 self._release(reservation, outcomes.draining())
             else:
@@ -302,8 +302,7 @@ class Router:
         *,
         has_reader: bool,
     ) -> tuple[Reservation, ClientRequest]:
-        spec = replace(origin.spec, is_calls_deadline=False)
-        origin = replace(origin, spec=spec)
+        spec = origin.spec
         age_s = max(0.0, self._wall_clock() - origin.arrived_unix_s)
         request = self.live.make(origin, self._clock() - age_s)
         request.is_taken_up = True

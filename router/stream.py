@@ -91,7 +91,7 @@ async def replies(request: ClientRequest, router: Router) -> AsyncGenerator[Repl
         yield Reply(deltas, usage, prompt_logprobs)
     if request.error is not None:
         raise request.error
-    if request.spec.is_calls_deadline and _is_late(request):
+    if request.spec.is_calls_deadline and not request.is_taken_up and _is_late(request):
         # The caller's own timer is about to report the same.
         raise outcomes.late(request.spec)
 

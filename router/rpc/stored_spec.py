@@ -76,6 +76,8 @@ def encode(request: ClientRequest) -> bytes | None:
         traceparent=spec.traceparent,
     )
     message.request.sampling.seed = spec.seed
+    if spec.deadline_unix_s is not None and not spec.is_calls_deadline:
+        message.request.deadline.FromNanoseconds(int(spec.deadline_unix_s * 1e9))
     return None if message.ByteSize() > MAX_SPEC_BYTES else message.SerializeToString()
 
 
@@ -132,8 +134,12 @@ def _origin(stored: Stored, message: record_pb2.RequestSpec, model: ModelText) -
     pasts = [_past(completion, message.max_tokens) for completion in stored.completions]
     _check_logprobs(stored.prompt_logprobs)
     pasts[0] = replace(pasts[0], prompt_logprobs=stored.prompt_logprobs)
-    if len(prompt) == 1:
-        spec = replace(spec, wants_prompt_logprobs=False)
+    spec = replace(
+        spec,
+        deadline_unix_s=message.deadline_unix_s or None,
+        is_calls_deadline=bool(message.deadline_unix_s) and not request.HasField("deadline"),
+        wants_prompt_logprobs=spec.wants_prompt_logprobs and len(prompt) > 1,
+    )
     failed = [c.record for c in stored.completions if c.record.state is State.ERROR]
     return Origin(
         spec=spec,

@@ -81,10 +81,10 @@ async def test_a_repeated_call_attaches_and_what_it_repeats_is_told(stack):
     second = stack.generate(request_id="same")
     error = await error_of(first)
     assert (error.code, error.reason) == (grpc.StatusCode.ABORTED, "RESUMED_ELSEWHERE")
+    await stack.until(lambda: stack.scheduler.adopted == [("same", 2)])
     stack.scheduler.resume()
     messages = await stack.rest(second)
     assert sum(len(o.token_ids) for m in messages for o in m.outputs) == 8
-    assert stack.scheduler.adopted == [("same", 2)]
     assert not stack.scheduler.cancellations
     metadata = dict(await second.trailing_metadata())
     assert metadata["x-headrace-recoveries"] == "1"

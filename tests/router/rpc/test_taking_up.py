@@ -80,10 +80,10 @@ async def test_a_repeated_call_attaches_at_another_router_and_another_message_is
         again = cluster.b.generate(request_id="same", sampling={"max_tokens": 20})
         await again.read()
         assert (await error_of(call)).reason == "RESUMED_ELSEWHERE"
+        await cluster.b.until(lambda: sum(len(one.adopted) for one in cluster.schedulers) == 1)
         for scheduler in cluster.schedulers:
             scheduler.limit = 100
         await cluster.b.rest(again)
-        assert sum(len(one.adopted) for one in cluster.schedulers) == 1
 
 
 async def test_an_end_of_sequence_that_no_record_tells_of_is_found_again():
