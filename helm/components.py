@@ -42,30 +42,40 @@ def _image(repository: str, tag: str = "", registry: str = "") -> Section:
 def placement() -> Values:
     """Where pods may run. Every pod has these; what a component leaves empty is podDefaults'."""
     return {
-        "nodeSelector": string_map({}, "Labels that a node must have."),
-        "tolerations": kube_list([], "Taints of nodes that are tolerated."),
-        "affinity": kube_object({}, "Affinity to nodes and pods."),
+        "nodeSelector": string_map({}, "Labels that a node must have to run the pods."),
+        "tolerations": kube_list([], "Taints of nodes that the pods tolerate."),
+        "affinity": kube_object({}, "Affinity of the pods to nodes and other pods."),
         "topologySpreadConstraints": kube_list(
             [],
             "How pods are spread; a constraint without labelSelector gets the component's own.",
             required="topologyKey",
         ),
-        "priorityClassName": text("", "Priority class."),
-        "runtimeClassName": text("", "Runtime class, e.g. `nvidia`."),
+        "priorityClassName": text("", "Priority class of the pods."),
+        "runtimeClassName": text("", "Runtime class of the pods, e.g. `nvidia`."),
     }
 
 
 def pod(requests: Mapping[str, Any]) -> Values:
     """What each component's pods may have besides."""
     return {
-        "resources": resources({"requests": dict(requests)}, "Requests and limits."),
+        "resources": resources(
+            {"requests": dict(requests)}, "Requests and limits of the container."
+        ),
         **placement(),
         "podLabels": string_map({}, "More labels of the pods."),
         "podAnnotations": string_map({}, "More annotations of the pods."),
-        "extraEnv": kube_list([], "More environment variables.", required="name"),
+        "extraEnv": kube_list(
+            [], "More environment variables; the same name replaces the chart's.", required="name"
+        ),
         "extraEnvFrom": kube_list([], "Secrets and ConfigMaps with environment variables."),
-        "extraVolumes": kube_list([], "More volumes of the pods.", required="name"),
-        "extraVolumeMounts": kube_list([], "Where the container sees them.", required="name"),
+        "extraVolumes": kube_list(
+            [], "More volumes of the pods; the same name replaces the chart's.", required="name"
+        ),
+        "extraVolumeMounts": kube_list(
+            [],
+            "More mounts of the container; the same mountPath replaces the chart's.",
+            required="name",
+        ),
         "initContainers": kube_list([], "Containers that run first.", required="name"),
         "extraContainers": kube_list([], "Containers beside the service.", required="name"),
     }
@@ -136,7 +146,7 @@ WORKER: Values = {
         "Shared memory of a worker.",
         {
             "enabled": switch(True, "Mount memory at /dev/shm; counts towards the memory limit."),
-            "sizeLimit": quantity("1Gi", "Most of it."),
+            "sizeLimit": quantity("1Gi", "Size of /dev/shm."),
         },
     ),
     "leaderWorkerSet": Section(
@@ -176,7 +186,7 @@ STORE = Section(
         "type": choice(
             "valkey",
             ["valkey", "external", "none"],
-            "A small Valkey of the chart's own, one that is there, or none.",
+            "`valkey` is built in, `external` an existing Redis or Valkey; `none` keeps no records.",
         ),
         "external": Section(
             "A Redis or Valkey that is there.",
@@ -200,7 +210,7 @@ STORE = Section(
                 "image": _image("valkey/valkey", "9.0", "docker.io"),
                 "password": text(
                     "",
-                    "Password; an empty one is made up once and kept.",
+                    "Password; an empty one is generated once and kept.",
                     pattern="^[A-Za-z0-9_-]*$",
                 ),
                 "existingSecret": text(
@@ -209,9 +219,13 @@ STORE = Section(
                 "persistence": Section(
                     "Whether records outlive the pod.",
                     {
-                        "enabled": switch(False, "Keep data in a claim."),
+                        "enabled": switch(
+                            False, "Keep the data in a claim, which outlives the pod."
+                        ),
                         "size": quantity("1Gi", "Size of the claim."),
-                        "storageClassName": text("", "Storage class; empty is the default."),
+                        "storageClassName": text(
+                            "", "Storage class of that claim; the cluster's default if empty."
+                        ),
                     },
                 ),
                 **pod({"cpu": "100m", "memory": "128Mi"}),
@@ -227,9 +241,15 @@ ROUTER = Section(
         "service": Section(
             "How clients reach the routers.",
             {
-                "type": choice("ClusterIP", ["ClusterIP", "NodePort", "LoadBalancer"], "Type."),
-                "port": integer(8700, "Port.", least=1, most=65535),
-                "nodePort": integer(0, "Port of the nodes; 0 takes a free one.", most=65535),
+                "type": choice(
+                    "ClusterIP", ["ClusterIP", "NodePort", "LoadBalancer"], "Type of the Service."
+                ),
+                "port": integer(8700, "Port of the Service.", least=1, most=65535),
+                "nodePort": integer(
+                    0,
+                    "Port on the nodes, for NodePort and LoadBalancer; 0 takes a free one.",
+                    most=65535,
+                ),
                 "annotations": string_map({}, "Annotations, e.g. for a load balancer."),
                 "loadBalancerClass": text("", "Class of the load balancer."),
                 "loadBalancerSourceRanges": strings([], "Addresses that may connect."),

@@ -63,6 +63,15 @@ def integer(default: int, meaning: str, *, least: int = 0, most: int | None = No
     return Value(default, meaning, {"type": "integer", **bounds})
 
 
+def number_or_percent(default: int | str, meaning: str) -> Value:
+    """A number of pods, or a part of them."""
+    return Value(
+        default,
+        meaning,
+        {"type": ["integer", "string"], "minimum": 1, "pattern": "^[1-9][0-9]?%$"},
+    )
+
+
 def switch(default: bool, meaning: str) -> Value:
     """True or false."""
     return Value(default, meaning, {"type": "boolean"})

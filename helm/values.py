@@ -7,6 +7,7 @@ from helm.declare import (
     integer,
     kube_list,
     kube_object,
+    number_or_percent,
     quantity,
     string_map,
     strings,
@@ -21,19 +22,23 @@ NAME = "^([a-z]([a-z0-9-]*[a-z0-9])?)?$"
 CHART = Section(
     "The chart.",
     {
-        "nameOverride": text("", "Name in place of the chart's.", pattern=NAME),
+        "nameOverride": text("", "Replaces the chart's name in names and labels.", pattern=NAME),
         "fullnameOverride": text(
-            "", "Beginning of all names, in place of release and chart.", pattern=NAME
+            "", "Begins the name of every object, in place of release and chart.", pattern=NAME
         ),
-        "clusterDomain": text("cluster.local", "DNS domain of the cluster; empty leaves it off."),
+        "clusterDomain": text(
+            "cluster.local", "DNS domain of the cluster; if empty, addresses end with `.svc`."
+        ),
         "commonLabels": string_map({}, "Labels of every object."),
         "commonAnnotations": string_map({}, "Annotations of every object."),
         "images": Section(
             "What holds for every image.",
             {
-                "registry": text("", "Registry in place of each image's own (a mirror)."),
+                "registry": text(
+                    "", "Registry of every image, e.g. a mirror; replaces the images' own."
+                ),
                 "pullPolicy": choice(
-                    "IfNotPresent", ["IfNotPresent", "Always", "Never"], "When images are pulled."
+                    "IfNotPresent", ["IfNotPresent", "Always", "Never"], "When nodes pull images."
                 ),
                 "pullSecrets": kube_list([], "Secrets for the registry.", required="name"),
             },
@@ -68,15 +73,19 @@ CHART = Section(
                     "`emptyDir` is lost with its pod; `claim` makes one claim for all pods;"
                     " `claimPerWorker` one for each worker, and routers have an emptyDir.",
                 ),
-                "sizeLimit": quantity("", "Most of an emptyDir."),
-                "size": quantity("100Gi", "Size of a claim."),
-                "storageClassName": text("", "Storage class of a claim; empty is the default one."),
-                "accessModes": strings(
-                    ["ReadWriteMany"], "Access of `claim`; a `claimPerWorker` is ReadWriteOnce."
+                "sizeLimit": quantity("", "Largest size of an emptyDir; no limit if empty."),
+                "size": quantity("100Gi", "Size of a claim that the chart makes."),
+                "storageClassName": text(
+                    "", "Storage class of that claim; the cluster's default if empty."
                 ),
-                "existingClaim": text("", "Name of the claim that is there."),
+                "accessModes": strings(
+                    ["ReadWriteMany"],
+                    "Access modes of type claim; claimPerWorker is ReadWriteOnce.",
+                ),
+                "existingClaim": text("", "Name of an existing claim, for type existingClaim."),
                 "hostPath": text(
-                    "", f"Folder of the nodes, which user {POD_USER} must be able to write."
+                    "",
+                    f"Folder on the nodes, for type hostPath, which user {POD_USER} can write.",
                 ),
             },
         ),
@@ -88,8 +97,11 @@ CHART = Section(
                     ["modelCache", "emptyDir", "existingClaim", "hostPath"],
                     "`modelCache` is a folder beside the models, and lives as long.",
                 ),
-                "existingClaim": text("", "Name of the claim that is there."),
-                "hostPath": text("", "Folder of the nodes."),
+                "existingClaim": text("", "Name of an existing claim, for type existingClaim."),
+                "hostPath": text(
+                    "",
+                    "Folder on the nodes, for type hostPath, which user 65532 can write.",
+                ),
             },
         ),
         "auth": Section(
@@ -100,11 +112,11 @@ CHART = Section(
                     "", "A Secret with keys router-token, scheduler-token and gpuworker-token."
                 ),
                 "tokens": Section(
-                    "Tokens of the chart's own Secret; empty ones are made up once and kept.",
+                    "Tokens of the chart's own Secret; an empty one is generated once and kept.",
                     {
-                        "router": text("", "What clients send."),
-                        "scheduler": text("", "What routers send to schedulers."),
-                        "gpuworker": text("", "What schedulers send to gpuworkers."),
+                        "router": text("", "Token that clients send to routers."),
+                        "scheduler": text("", "Token that routers send to schedulers."),
+                        "gpuworker": text("", "Token that schedulers send to gpuworkers."),
                     },
                 ),
             },
@@ -112,16 +124,17 @@ CHART = Section(
         "tls": Section(
             "TLS on every port, mutual between services.",
             {
-                "enabled": switch(False, "Encrypt, with certManager or existingSecrets."),
+                "enabled": switch(False, "Turn TLS on; needs certManager or existingSecrets."),
                 "requireClientCertificates": switch(
                     False, "Clients of the router must show a certificate of its authority."
                 ),
                 "certManager": Section(
                     "Certificates made by cert-manager.",
                     {
-                        "enabled": switch(False, "Make Certificates."),
+                        "enabled": switch(False, "Let cert-manager make the certificates."),
                         "issuerRef": kube_object(
-                            {}, "An Issuer or ClusterIssuer; empty makes an authority of our own."
+                            {},
+                            "Issuer or ClusterIssuer; if empty, the chart makes its own authority.",
                         ),
                         "duration": text("8760h", "How long a certificate is valid."),
                         "renewBefore": text("720h", "How long before its end it is renewed."),
@@ -130,10 +143,10 @@ CHART = Section(
                 "existingSecrets": Section(
                     "Secrets with tls.crt, tls.key and ca.crt.",
                     {
-                        "router": text("", "The router's."),
-                        "scheduler": text("", "The schedulers'."),
-                        "gpuworker": text("", "The gpuworkers'."),
-                        "store": text("", "The built-in Valkey's."),
+                        "router": text("", "Secret of the routers."),
+                        "scheduler": text("", "Secret of the schedulers."),
+                        "gpuworker": text("", "Secret of the gpuworkers."),
+                        "store": text("", "Secret of the built-in Valkey."),
                     },
                 ),
             },
@@ -182,9 +195,12 @@ CHART = Section(
         "serviceAccount": Section(
             "The account of every pod; it has no rights, and pods get no token.",
             {
-                "create": switch(True, "Make one."),
-                "name": text("", "Its name; empty is the release's, or `default`."),
-                "annotations": string_map({}, "Annotations."),
+                "create": switch(True, "Make a service account."),
+                "name": text(
+                    "",
+                    "Name of the account; if empty, the release's, or `default` without create.",
+                ),
+                "annotations": string_map({}, "Annotations of the service account."),
             },
         ),
         "probes": Section(
@@ -210,8 +226,10 @@ CHART = Section(
         "pdb": Section(
             "PodDisruptionBudgets of routers, schedulers and pools (policy/v1).",
             {
-                "enabled": switch(True, "Make them."),
-                "maxUnavailable": integer(1, "Pods that may be evicted at a time.", least=1),
+                "enabled": switch(True, "Make the budgets."),
+                "maxUnavailable": number_or_percent(
+                    1, "Pods that may be evicted at a time, e.g. 1 or 25%."
+                ),
             },
         ),
         "networkPolicy": Section(

@@ -135,6 +135,7 @@ CASES: dict[str, dict[str, Any]] = {
         "modelCache": {"type": "hostPath", "hostPath": "/mnt/models"},
         "kernelCache": {"type": "hostPath", "hostPath": "/mnt/kernels"},
     },
+    "many pods at a time": {"pdb": {"maxUnavailable": "25%"}},
     "bounded emptyDir": {"modelCache": {"sizeLimit": "20Gi"}},
     "gated model": {"model": {"name": "meta-llama/Llama-3.1-8B"}, "hfToken": {"value": "hf_x"}},
     "gated model, supplied token": {"hfToken": {"existingSecret": "hf", "key": "HF_TOKEN"}},

@@ -93,6 +93,8 @@ class Rendered:
             lambda found: f"{HOST}:{self._ports[int(found[1])]}",
             text,
         )
+        # Every pod but the first of its kind is missing.
+        text = re.sub(r"[\w-]+-[1-9]\.[\w.-]+:\d+", "missing.invalid:1", text)
         text = re.sub(
             r"[\w.-]+\.svc\.cluster\.local:(\d+)",
             lambda found: f"localhost:{self._ports[int(found[1])]}",

@@ -3,7 +3,7 @@
 import pytest
 
 from tests.headrace.waiting import eventually
-from tests.helm.cases import CPU, SUPPLIED
+from tests.helm.cases import CPU, SUPPLIED, TRIGGER
 from tests.helm.rendered import PODS, Rendered
 
 pytestmark = [pytest.mark.system, pytest.mark.model, pytest.mark.timeout(300)]
@@ -15,6 +15,8 @@ async def cluster(chart, tmp_path):
         {
             "gpuworker": {
                 **CPU,
+                # Of two workers that there may be, one is there.
+                "autoscaling": {"type": "keda", "maxReplicas": 2, "triggers": [TRIGGER]},
                 "config": {
                     "gpuworker": {"num_threads": 1, "max_num_seqs": 4, "max_model_len": 256},
                     "kv_cache": {"num_kv_blocks": 64},
