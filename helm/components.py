@@ -186,7 +186,7 @@ STORE = Section(
         "type": choice(
             "valkey",
             ["valkey", "external", "none"],
-            "`valkey` is built in, `external` an existing Redis or Valkey; `none` keeps no records.",
+            "`valkey` is built in, `external` an existing Redis or Valkey; `none`: no records.",
         ),
         "external": Section(
             "A Redis or Valkey that is there.",
