@@ -58,7 +58,7 @@ class RequestStream:
 
     async def deltas(self) -> AsyncGenerator[Delta, None]:
         """What has not come before; ServiceError when the request failed or cannot go on."""
-        is_over = False
+        is_over = has_all = False
         try:
             while not is_over:
                 router, began_s = self._routers.current, time.monotonic()
@@ -66,6 +66,7 @@ class RequestStream:
                     async with contextlib.aclosing(self._call(router)) as deltas:
                         async for delta in deltas:
                             if (new := self._take(delta)) is not None:
+                                has_all = new.usage is not None
                                 yield new
                     is_over = True
                 except ServiceError as error:
@@ -75,7 +76,7 @@ class RequestStream:
                     await asyncio.sleep(wait_s)
         finally:
             # The consumer left: by `break`, by an exception, or cancelled.
-            if not is_over and self._abort is not None:
+            if not (is_over or has_all) and self._abort is not None:
                 await self._abort()
 
     async def _call(self, router: RouterChannel) -> AsyncGenerator[Delta, None]:

@@ -124,6 +124,16 @@ async def test_a_service_that_ends_by_itself_is_started_again_too(lines):
     assert "scheduler ended (0); starting it again" in lines
 
 
+@pytest.mark.parametrize("name", NAMES)
+async def test_stopping_while_a_service_is_dead_leaves_nothing(lines, name):
+    slow = Restarts(first_backoff_s=1e6)
+    async with local_pool(config(store_url="", restarts=slow), log=lines.append):
+        os.kill(pid_of(lines, name), signal.SIGKILL)
+        await until(lambda: f"{name} was killed by SIGKILL; starting it again" in lines)
+    drained = {line for line in lines if "draining" in line}
+    assert drained == {f"[{other}] draining" for other in NAMES if other != name}
+
+
 async def test_a_service_that_keeps_dying_is_given_up_with_the_reason(lines):
     restarts = Restarts(max_num_deaths=3, well_after_s=1e6)
     async with local_pool(config(store_url="", restarts=restarts), log=lines.append) as pool:

@@ -325,6 +325,14 @@ async def test_leaving_early_aborts_a_request_that_a_lost_connection_would_not(c
     assert cluster.routers[0].aborted == ["r1"]
 
 
+async def test_leaving_at_the_end_aborts_nothing(cluster):
+    async with aclosing(cluster.client.generate("to be", request_id="r1")) as deltas:
+        async for delta in deltas:
+            if delta.finish_reason is not None:
+                break
+    assert not cluster.routers[0].aborted
+
+
 async def test_leaving_while_the_connection_is_lost_aborts_on_the_other_router(cluster):
     _, stream = await begin(cluster)
     for router in cluster.routers:
