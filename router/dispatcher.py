@@ -8,11 +8,9 @@ leaves a consistent state.
 
 import functools
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass
 from itertools import chain
 from typing import assert_never
 
-from headrace.service.errors import ServiceError
 from headrace.vocabulary import CancelReason, FinishReason
 from router import outcomes
 from router.arrivals import Arrivals
@@ -24,48 +22,15 @@ from router.core.policies.order import QueueEntry
 from router.core.service_rate import ServiceRate
 from router.core.suspects import Suspects
 from router.core.turns import turns
+from router.fates import Ended, Failed, Moved, Outcome, Paused
 from router.flights import Flights
 from router.outputs import CompletionFinish, Refusal, StepOutputs
-from router.request import ClientCompletion, ClientRequest, SchedulerLink
+from router.request import ClientCompletion, ClientRequest, Owner, SchedulerLink
 from router.restraint import Restraint
 from router.status_log import StatusLog
 
 # However a completion came back: refused, or lost with its scheduler.
 _MAX_DISPATCHES = 16
-
-
-@dataclass(frozen=True, slots=True)
-class Ended:
-    """A completion has ended, and nothing of it is left in the dispatcher."""
-
-    completion: ClientCompletion
-    finish: CompletionFinish
-
-
-@dataclass(frozen=True, slots=True)
-class Failed:
-    """A completion cannot be served; the router ends it, with the others of its request."""
-
-    completion: ClientCompletion
-    error: ServiceError
-
-
-@dataclass(frozen=True, slots=True)
-class Paused:
-    """A completion is paused, so there may be a pause to end in time (see `fail_overdue`)."""
-
-    completion: ClientCompletion
-
-
-@dataclass(frozen=True, slots=True)
-class Moved:
-    """A completion was taken up elsewhere; the router releases its request."""
-
-    completion: ClientCompletion
-
-
-# Of several, those that have ended come before those that fail.
-Outcome = Ended | Failed | Paused | Moved
 
 
 class Dispatcher:
@@ -93,6 +58,7 @@ class Dispatcher:
         self._models_with_waiting: set[str] = set()
         self._restraint = Restraint(unread, clock)
         self._suspects: Suspects[ClientCompletion] = Suspects()
+        self._returned: set[str] = set()  # schedulers that have connected and not reported
         self._status = status
         self._clock = clock
         self._flights = Flights(pool)
@@ -133,7 +99,7 @@ class Dispatcher:
 
         Credit does not count there: the worker has the completion already.
         """
-        worker = self._flights.worker_of(completion.owner) if completion.owner else None
+        worker = self._flights.worker_of(completion.owner)
         if worker is None:
             self.enqueue(completion)
             return
@@ -192,13 +158,32 @@ class Dispatcher:
     def on_connected(self, link: SchedulerLink) -> None:
         """The link can be used, once its workers are reported."""
         self._flights.connect(link)
+        self._returned.add(link.name)
 
     def on_report(
         self, scheduler: str, reports: Sequence[WorkerReport], *, is_draining: bool
     ) -> Sequence[Outcome]:
         """Take a scheduler's report of its workers."""
         self.pool.report(scheduler, reports, is_draining=is_draining, now=self._clock())
+        if scheduler in self._returned:
+            self._returned.remove(scheduler)
+            self._reclaim(scheduler, reports)
         return self.dispatch()
+
+    def _reclaim(self, scheduler: str, reports: Sequence[WorkerReport]) -> None:
+        """Send what waits here, and may still run where it was, back to its worker.
+
+        There is no credit for it: the worker's report counts it as another router's.
+        """
+        num_there = {
+            report.worker_id: report.num_running + report.num_waiting for report in reports
+        }
+        for completion in [c for c in self.queue if c.owner is not None]:
+            worker = self._flights.worker_of(completion.owner)
+            if worker is not None and worker.scheduler == scheduler and num_there[worker.worker_id]:
+                num_there[worker.worker_id] -= 1
+                self.queue.remove(completion.key)
+                self.take_up(completion)
 
     def on_lost(self, link: SchedulerLink) -> Sequence[Outcome]:
         """The link broke: the scheduler drops what came through it, and the router requeues it.
@@ -211,6 +196,7 @@ class Dispatcher:
         suspects = () if was_draining else [c.key for c in taken if not c.is_paused]
         culprit = self._suspects.blame(suspects)
         for completion in taken:
+            completion.owner = Owner(link.scheduler_id, completion.worker_id)
             self._requeue(completion)
         failed = [
             Failed(completion, outcomes.schedulers_lost(completion))

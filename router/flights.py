@@ -37,8 +37,10 @@ class Flights:
         was_draining = self.pool.forget(link.name)
         return [c for c in self.by_handle.values() if c.link is link], was_draining
 
-    def worker_of(self, owner: Owner) -> WorkerKey | None:
+    def worker_of(self, owner: Owner | None) -> WorkerKey | None:
         """The worker where a completion may still live; None while no link leads there."""
+        if owner is None:
+            return None
         for link in self._links.values():
             if link.scheduler_id == owner.scheduler_id:
                 key = self.pool.key_of(link.name, owner.worker_id)

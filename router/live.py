@@ -15,7 +15,8 @@ from headrace.vocabulary import FinishReason
 from router.core.credit import WorkerReport
 from router.core.placement import WorkerPool
 from router.core.prefix_index import prefix_of, shared_salt
-from router.dispatcher import Dispatcher, Ended, Failed, Moved, Outcome, Paused
+from router.dispatcher import Dispatcher
+from router.fates import Ended, Failed, Moved, Outcome, Paused
 from router.outputs import CompletionFinish, Refusal, StepOutputs
 from router.request import ClientCompletion, ClientRequest, SchedulerLink, Spec, Timeline
 from router.revival import Origin

@@ -70,14 +70,15 @@ class TakeUps:
 
         Raises ALREADY_EXISTS when another live request has the id.
         """
-        reservation = self._router.calls.get(request_id)
-        if reservation is not None:
+        stored = None
+        if self._router.calls.get(request_id) is None:
+            stored = await self._load_soon(request_id)
+        if (reservation := self._router.calls.get(request_id)) is not None:
             if reservation.body_sha256 != body_sha256:
                 raise outcomes.duplicate(request_id)
             if reservation.request is None:
                 raise outcomes.being_read(request_id)
             return await self.find(request_id, from_the_beginning)
-        stored = await self._load_soon(request_id)
         if stored is None:
             return None
         is_equal = bool(stored.spec) and self._body_of(stored) == body_sha256

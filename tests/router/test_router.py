@@ -12,7 +12,7 @@ from headrace.vocabulary import FinishReason
 from router.core.admission import Limits, TenantLimits
 from router.outputs import CompletionFinish, StepOutputs
 from router.request import Spec
-from tests.router.bench import TOKENIZER, Bench, report
+from tests.router.bench import TOKENIZER, Bench, Link, report
 
 
 def test_four_completions_aborted_a_thousand_times_leave_nothing():
@@ -73,6 +73,33 @@ def test_a_cut_off_link_gives_its_requests_to_another_with_their_tokens():
     bench.step("t", ends=list(other.sent))
     assert request.num_completion_tokens == 4
     leave()
+    bench.assert_empty()
+
+
+def test_what_a_scheduler_still_runs_goes_back_to_it_without_credit():
+    bench = Bench(max_num_seqs=4, waiting_allowance=2)
+    leaves = [bench.enter(f"r-{number}")[0] for number in range(8)]
+    bench.step(num_tokens=3)
+    lost = bench.links.pop("s")
+    bench.router.live.on_lost(lost)
+    link = bench.links["s"] = Link("s")
+    bench.router.live.on_connected(link)
+    there = report("s", 4, num_running=4, num_waiting=2)
+    bench.router.live.on_report("s", [there], is_draining=False)
+    assert [c.request_id for c in link.sent.values()] == [f"r-{number}" for number in range(6)]
+    assert all((c.epoch, len(c.token_ids)) == (2, 3) for c in link.sent.values())
+    for leave in leaves:
+        leave()
+    bench.assert_empty()
+
+
+def test_a_scheduler_that_was_started_again_gets_no_more_than_it_has_credit_for():
+    bench = Bench(max_num_seqs=4, waiting_allowance=0)
+    leaves = [bench.enter(f"r-{number}")[0] for number in range(4)]
+    bench.router.live.on_lost(bench.links.pop("s"))
+    assert len(bench.add("s", max_num_seqs=1).sent) == 1
+    for leave in leaves:
+        leave()
     bench.assert_empty()
 
 

@@ -59,7 +59,7 @@ async def test_a_request_that_is_resumed_before_it_is_sent_keeps_its_place(stack
     await stack.until(lambda: stack.router.pool.reports()[0].num_free_kv_blocks == 0)
     stack.scheduler.is_paced = False
     calls = [stack.generate(request_id=f"r-{number}") for number in range(12)]
-    await stack.until(lambda: stack.router.num_queued > 2)
+    await stack.until(lambda: len(stack.router.live) == 12)
     queued = [c.request_id for c in stack.router._dispatcher.queue]
     again = stack.resume(queued[0], 0)
     await stack.until(lambda: stack.router.calls.get(queued[0]).request.is_taken_up)
