@@ -199,6 +199,12 @@ class KvCache:
         block_ids: list[int] = table.block_table[row, first : table.num_registered[row]].tolist()
         return block_ids
 
+    def distrust(self, row: int) -> None:
+        """Take the contents of a row out of the prefix cache, but for blocks that others hold."""
+        num_refs, table = self.pool.num_refs, self._table
+        block_ids = table.block_table[row, : table.num_registered[row]].tolist()
+        self.pool.forget([block_id for block_id in block_ids if num_refs(block_id) == 1])
+
     def release(self, row: int) -> None:
         """Free every block of a row."""
         table = self._table

@@ -174,6 +174,8 @@ class SchedulerState:
             self.queues.remove(request)
         else:
             num_computed = self.table.num_computed.item(request.row)
+            if status is RequestStatus.ERROR:
+                self.kv.distrust(request.row)
             self._free_row(request.row)
         if request.num_stale_tokens:
             self.stale = {i: other for i, other in self.stale.items() if other is not request}

@@ -296,9 +296,12 @@ class SchedulerMachine(RuleBasedStateMachine):
         if flight is None:
             return
         drafts = plan.num_draft_tokens.tolist() or [0] * plan.num_reqs
+        has_failed = self.random.random(plan.num_reqs) < 0.02
         counts = [
-            0 if is_chunk else int(self.random.integers(1, num_drafts + 2))
-            for is_chunk, num_drafts in zip(flight.is_prefill_chunk, drafts, strict=True)
+            0 if is_chunk or failed else int(self.random.integers(1, num_drafts + 2))
+            for is_chunk, failed, num_drafts in zip(
+                flight.is_prefill_chunk, has_failed, drafts, strict=True
+            )
         ]
         proposed = np.zeros(0, np.int32)
         if self.config.num_spec_tokens:
@@ -309,6 +312,7 @@ class SchedulerMachine(RuleBasedStateMachine):
             token_ids=self.random.integers(2, 9, sum(counts), dtype=np.int32),
             num_draft_tokens=proposed.astype(np.int32),
             draft_token_ids=self.random.integers(2, 9, int(proposed.sum()), dtype=np.int32),
+            failed_rows=tuple(plan.rows[has_failed].tolist()),
         )
         output, other = (core.update(result, self.now) for core in self.cores)
         check_book(self.core)

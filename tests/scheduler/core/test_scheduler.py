@@ -127,6 +127,24 @@ def test_a_failed_row_ends_as_error_and_the_others_go_on(make_core: MakeCore) ->
     assert (output.keys.tolist(), output.token_ids.tolist()) == ([1], [8])
 
 
+def test_what_a_failed_request_computed_is_not_reused(make_core: MakeCore) -> None:
+    core = make_core()
+    driver = Driver(core)
+    prompt = new_request(0, 40).prompt_token_ids
+    driver.add(new_request(0, prompt_token_ids=prompt))
+    plan = driver.schedule()
+    result = StepResult(
+        step_id=plan.step_id,
+        num_sampled_tokens=np.array([0], np.int32),
+        token_ids=np.array([], np.int32),
+        failed_rows=(0,),
+    )
+    core.update(result, 0.0)
+    driver.add(new_request(1, prompt_token_ids=prompt.copy()))
+    (admission,) = driver.step().admissions
+    assert admission.num_cached_tokens == 0
+
+
 @pytest.mark.parametrize("step", [1, 3])
 def test_an_expired_request_ends_as_deadline(make_core: MakeCore, step: int) -> None:
     """Waiting or running: with step 1 it expires before any prefill."""
