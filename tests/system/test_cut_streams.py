@@ -8,15 +8,12 @@ from typing import Any
 
 import pytest
 import pytest_asyncio
-import transformers
 
 from headrace.client import HeadraceClient, ResumePolicy, Sampling, gather
 from headrace.local import LocalConfig, local_pool
 from headrace.types import Completion, Delta
 from headrace.vocabulary import FinishReason
-from tests.gpuworker.tiny import LLAMA, save_checkpoint
 from tests.headrace.tcp_proxy import TcpProxy
-from tests.router.tiny_models import byte_level_tokenizer
 
 pytestmark = [pytest.mark.system, pytest.mark.asyncio(loop_scope="module")]
 
@@ -24,16 +21,6 @@ MODEL = "tiny"
 QUICK = ResumePolicy(first_backoff_s=0.01, max_backoff_s=0.1)
 NUM_TOKENS = 60
 PROMPT = "hello world"
-
-
-@pytest.fixture(scope="module")
-def tiny_model(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    folder = tmp_path_factory.mktemp("tiny")
-    tokenizer = byte_level_tokenizer()
-    vocab_size = tokenizer.get_vocab_size()
-    save_checkpoint(folder, transformers.LlamaConfig(**{**LLAMA, "vocab_size": vocab_size}))
-    tokenizer.save(str(folder / "tokenizer.json"))
-    return folder
 
 
 @pytest_asyncio.fixture(scope="module", loop_scope="module")

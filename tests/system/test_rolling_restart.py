@@ -6,14 +6,11 @@ import time
 from pathlib import Path
 
 import pytest
-import transformers
 
 from headrace.client import HeadraceClient, Sampling
 from headrace.local import LocalConfig, local_pool
 from headrace.vocabulary import FinishReason
-from tests.gpuworker.tiny import LLAMA, save_checkpoint
 from tests.headrace.waiting import eventually
-from tests.router.tiny_models import byte_level_tokenizer
 
 pytestmark = [pytest.mark.system, pytest.mark.asyncio]
 
@@ -22,16 +19,6 @@ PATIENCE_S = 120.0
 NUM_TOKENS = 200
 LONG = Sampling(max_tokens=NUM_TOKENS, ignore_eos=True)
 SHORT = Sampling(max_tokens=4, ignore_eos=True)
-
-
-@pytest.fixture(scope="module")
-def tiny_model(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    folder = tmp_path_factory.mktemp("tiny")
-    tokenizer = byte_level_tokenizer()
-    vocab_size = tokenizer.get_vocab_size()
-    save_checkpoint(folder, transformers.LlamaConfig(**{**LLAMA, "vocab_size": vocab_size}))
-    tokenizer.save(str(folder / "tokenizer.json"))
-    return folder
 
 
 async def test_a_worker_told_to_stop_ends_when_its_requests_have_and_gets_no_more(

@@ -19,7 +19,6 @@ from scheduler.rpc.gpuworker_client import GpuWorkerClient
 from scheduler.worker import WorkerTakenError
 from tests.gpuworker.tiny import LLAMA, save_checkpoint
 from tests.headrace.waiting import eventually
-from tests.router.tiny_models import byte_level_tokenizer
 from tests.scheduler.harness import RunningScheduler, router_to, running_scheduler, until
 from tests.system.real_worker import RealWorker, real_worker
 
@@ -35,16 +34,6 @@ WORKER_FLAGS = ("--num-threads", "1", "--num-kv-blocks", "200")
 def checkpoint(tmp_path_factory: pytest.TempPathFactory) -> Path:
     folder = tmp_path_factory.mktemp("llama")
     save_checkpoint(folder, transformers.LlamaConfig(**LLAMA))
-    return folder
-
-
-@pytest.fixture(scope="module")
-def checkpoint_with_tokenizer(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    folder = tmp_path_factory.mktemp("with-tokenizer")
-    tokenizer = byte_level_tokenizer()
-    vocab_size = tokenizer.get_vocab_size()
-    save_checkpoint(folder, transformers.LlamaConfig(**(LLAMA | {"vocab_size": vocab_size})))
-    tokenizer.save(str(folder / "tokenizer.json"))
     return folder
 
 
@@ -155,9 +144,9 @@ async def test_a_request_without_a_router_stays_with_the_earlier_one(
 
 
 async def test_no_request_is_lost_when_real_schedulers_take_a_worker_from_each_other(
-    checkpoint_with_tokenizer: Path, tmp_path: Path
+    tiny_model: Path, tmp_path: Path
 ) -> None:
-    model = ("--model", str(checkpoint_with_tokenizer), "--model-name", "tiny")
+    model = ("--model", str(tiny_model), "--model-name", "tiny")
     addresses = {name: f"unix:{tmp_path / name}" for name in ("worker", "a", "b", "router")}
     log = tmp_path / "log"
 
