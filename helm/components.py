@@ -9,6 +9,7 @@ from helm.declare import (
     Section,
     Value,
     choice,
+    environment,
     integer,
     kube_list,
     kube_object,
@@ -64,9 +65,7 @@ def pod(requests: Mapping[str, Any]) -> Values:
         **placement(),
         "podLabels": string_map({}, "More labels of the pods."),
         "podAnnotations": string_map({}, "More annotations of the pods."),
-        "extraEnv": kube_list(
-            [], "More environment variables; the same name replaces the chart's.", required="name"
-        ),
+        "extraEnv": environment("More environment variables; the same name replaces the chart's."),
         "extraEnvFrom": kube_list([], "Secrets and ConfigMaps with environment variables."),
         "extraVolumes": kube_list(
             [], "More volumes of the pods; the same name replaces the chart's.", required="name"

@@ -105,6 +105,21 @@ def kube_list(default: Sequence[Any], meaning: str, *, required: str = "") -> Va
     return Value(list(default), meaning, {"type": "array", "items": item})
 
 
+def environment(meaning: str) -> Value:
+    """Environment variables, as in a container."""
+    item = {
+        "type": "object",
+        "required": ["name"],
+        "additionalProperties": False,
+        "properties": {
+            "name": {"type": "string"},
+            "value": {"type": "string"},
+            "valueFrom": {"type": "object"},
+        },
+    }
+    return Value([], meaning, {"type": "array", "items": item})
+
+
 def resources(default: Mapping[str, Any], meaning: str) -> Value:
     """Requests and limits of a container."""
     amounts = {"type": "object", "additionalProperties": {"type": ["string", "number"]}}

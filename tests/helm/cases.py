@@ -144,7 +144,7 @@ CASES: dict[str, dict[str, Any]] = {
         "scheduler": EXTRAS,
         "gpuworker": EXTRAS,
         "tests": EXTRAS,
-        "commonLabels": {"cost": "7"},
+        "commonLabels": {"cost": "7", "app.kubernetes.io/name": "not-for-you"},
         "commonAnnotations": {"owner": "me@example.com"},
         "images": {"registry": "mirror:5000/x", "pullSecrets": [{"name": "pull"}]},
         "extraObjects": [

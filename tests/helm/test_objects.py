@@ -309,6 +309,14 @@ def test_no_rights_are_asked_for(chart):
     assert not kinds & {"Role", "RoleBinding", "ClusterRole", "ClusterRoleBinding"}
 
 
+def test_a_node_can_be_drained(chart):
+    """One pod may always go, and one that is not ready in any case."""
+    for kube, policy in (("1.33", "AlwaysAllow"), ("1.26", None)):
+        for budget in chart.render(kube=kube).of("PodDisruptionBudget").values():
+            assert budget["spec"]["maxUnavailable"] == 1
+            assert budget["spec"].get("unhealthyPodEvictionPolicy") == policy
+
+
 def test_headless_services_name_pods_before_they_are_ready(chart):
     services = chart.render().of("Service")
     for name in ("scheduler", "gpuworker-default"):

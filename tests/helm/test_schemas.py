@@ -2,6 +2,7 @@
 
 import functools
 import json
+import re
 
 import kubernetes_validate
 import pytest
@@ -70,6 +71,14 @@ def test_an_example_is_valid(chart, file):
     values = yaml.safe_load(file.read_text(encoding="utf-8"))
     for each in chart.render(values, is_secret_given=False):
         check(each, VERSIONS[-1])
+
+
+def test_the_values_on_the_page_are_values(chart):
+    page = (CHART.parents[1] / "docs" / "kubernetes.md").read_text(encoding="utf-8")
+    blocks = re.findall(r"```yaml\n(.*?)```", page, re.DOTALL)
+    assert blocks
+    for block in blocks:
+        assert chart.render(yaml.safe_load(block))
 
 
 def test_a_field_or_a_kind_that_nobody_knows_is_found():

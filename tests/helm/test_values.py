@@ -136,6 +136,19 @@ REFUSED = {
         },
         "minReplicas is greater than maxReplicas",
     ),
+    "a GPU among the resources": (
+        {"pools": [{"name": "a", "resources": {"limits": {"nvidia.com/gpu": 2}}}]},
+        "pools[a].resources: nvidia.com/gpu is set by gpu.count",
+    ),
+    "a number in the environment": (
+        {"router": {"extraEnv": [{"name": "A", "value": 1}]}},
+        "/router/extraEnv/0/value",
+    ),
+    "a truth value as a label": (
+        {"gpuworker": {"nodeSelector": {"nvidia.com/gpu.present": True}}},
+        "/gpuworker/nodeSelector",
+    ),
+    "a number as a tag": ({"router": {"image": {"tag": 1.1}}}, "/router/image/tag"),
     "tls of nothing": ({"tls": {"enabled": True}}, "tls.existingSecrets.router"),
     "gRPC probes and TLS": (
         {"tls": {"enabled": True, "certManager": {"enabled": True}}, "probes": {"type": "grpc"}},

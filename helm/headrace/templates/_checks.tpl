@@ -34,6 +34,10 @@
 {{- $_ := set $names .name true -}}
 {{- include "headrace.checkGrace" (dict "name" $name "values" .) -}}
 {{- include "headrace.checkAutoscaling" (dict "name" $name "values" .) -}}
+{{- $resources := default (dict) .resources -}}
+{{- if or (hasKey (default (dict) $resources.limits) .gpu.resource) (hasKey (default (dict) $resources.requests) .gpu.resource) -}}
+{{- fail (printf "%s.resources: %s is set by gpu.count" $name .gpu.resource) -}}
+{{- end -}}
 {{- if .leaderWorkerSet.enabled -}}
 {{- fail (printf "%s.leaderWorkerSet: a gpuworker cannot split a model over nodes yet; take one worker for each GPU" $name) -}}
 {{- end -}}
