@@ -265,7 +265,9 @@ CHART = Section(
                 "enabled": switch(True, "Make the pod of the test."),
                 "prompt": text("Once upon a time", "What is completed."),
                 "maxTokens": integer(8, "How many tokens are asked for.", least=1),
-                "deadlineSeconds": integer(120, "Time for the answer.", least=1),
+                "deadlineSeconds": integer(
+                    300, "Time until it must have succeeded, repetitions included.", least=1
+                ),
                 **pod({"cpu": "100m", "memory": "256Mi"}),
             },
         ),
