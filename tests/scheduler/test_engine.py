@@ -105,6 +105,32 @@ async def test_five_hundred_requests_on_a_tiny_pool_are_preempted_and_all_finish
 
 
 @DEPTHS
+async def test_urgent_requests_displace_others_in_mid_step_and_no_request_reads_wrong_kv(depth):
+    worker = FakeGpuWorker(num_kv_blocks=120, max_num_seqs=2, max_num_batched_tokens=48)
+    await worker.start()
+    rng = random.Random(6)
+    shared = [rng.randrange(10, 900) for _ in range(60)]
+    fields = settings(pipeline_depth=depth, policy="priority", long_prefill_token_threshold=24)
+    async with running_scheduler([worker], fields) as scheduler:
+        await scheduler.ready()
+        async with router_to(scheduler) as router:
+            expected = {}
+            worker.hold()
+            for _ in range(40):
+                for _ in range(3):
+                    own = [rng.randrange(10, 900) for _ in range(rng.randrange(1, 80))]
+                    prompt = shared[: rng.randrange(60)] + own
+                    handle = await router.submit(prompt, 6, priority=rng.randrange(10))
+                    expected[handle] = expected_tokens(prompt, 6)
+                await worker.release(rng.randrange(1, 4))
+                await worker.held()
+            await worker.release()
+            assert await router.finished(*expected) == list(expected.values())
+            displaced = [r for r in router.received.values() if r.finished.num_preemptions]
+    assert displaced
+
+
+@DEPTHS
 async def test_two_routers_get_their_own_tokens_only(depth):
     worker = FakeGpuWorker()
     await worker.start()
@@ -209,7 +235,7 @@ async def test_a_preempted_request_can_be_aborted_while_it_waits(depth):
 
 
 def _num_preemptions(engine, request_id: str) -> int:
-    explanation = engine.explain(request_id)
+    explanation = engine._core.explain(request_id)
     return explanation.num_preemptions if explanation is not None else 0
 
 
