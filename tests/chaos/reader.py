@@ -141,7 +141,8 @@ class Reader:
     async def _recover(self, failure: grpc.aio.AioRpcError) -> None:
         """Waits, and turns to the other router; raises for what ends the request."""
         error = from_rpc_error(failure)
-        is_ours = error.reason != error.code.name  # Headrace says so, not the connection
+        # Whether Headrace says so, not the connection.
+        is_ours = error.reason != error.code.name or error.code in _NEVER_RETRIED
         self._tally.events[error.reason] += 1
         if error.code is grpc.StatusCode.NOT_FOUND:
             self._num_not_found += 1
@@ -159,6 +160,7 @@ class Reader:
         self.router = self._rng.choice(others)
 
 
+_NEVER_RETRIED = {grpc.StatusCode.DEADLINE_EXCEEDED}
 _RETRIED = {grpc.StatusCode.UNAVAILABLE}
 _RETRIED_REASONS = {
     *("RESUMED_ELSEWHERE", "QUEUE_FULL", "TENANT_QUEUE_FULL", "TOO_MANY_LIVE", "CANCELLED"),

@@ -96,9 +96,13 @@ class Received:
             ids = np.array(output.token_ids, dtype=np.int32)
             values, ranks, top_ids, _ = stub_model.logprobs(ids, sampling.logprobs)
             expected = zip(ids.tolist(), values.tolist(), ranks.tolist(), top_ids, strict=True)
-            for one, wanted in zip(output.logprobs, expected, strict=True):
+            for i, (one, wanted) in enumerate(zip(output.logprobs, expected, strict=True)):
                 if not _is_equal(one, wanted):
-                    self.faults.append(f"{where}: wrong log probabilities")
+                    got = [found.token_id for found in output.logprobs[:8]]
+                    self.faults.append(
+                        f"{where}: wrong log probabilities at the message's token {i} of"
+                        f" {len(ids)}: {ids[:8].tolist()}, got {got}"
+                    )
                     break
 
     def _check_end(
