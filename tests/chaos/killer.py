@@ -22,6 +22,7 @@ WEIGHTS = {
     "drain": 5,
     "reset": 8,
     "blackhole": 5,
+    "refuse": 4,
 }
 
 
@@ -186,6 +187,17 @@ class Killer:
         near, far = proxy.name.split("-")
         self._tally.disturbed(f"reset {kind_of(near)}-{kind_of(far)}")
         proxy.reset()
+
+    async def _refuse(self) -> None:
+        """A link between a router and a scheduler that breaks and stays down for some time."""
+        proxy = self._rng.choice(self._cluster.links["router-scheduler"])
+        if proxy.is_refusing:
+            return
+        self._tally.disturbed("refuse router-scheduler")
+        proxy.is_refusing = True
+        proxy.reset()
+        await asyncio.sleep(self._rng.uniform(1, 5))
+        proxy.is_refusing = False
 
     async def _blackhole(self) -> None:
         """A link whose connections stay open and carry nothing, sometimes broken at the end."""

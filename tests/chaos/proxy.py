@@ -55,12 +55,13 @@ class _End(asyncio.Protocol):
 
 
 class Proxy:
-    """Passes connections on to `upstream`, a unix socket or "host:port"; "" refuses them."""
+    """Passes connections on to `upstream`, a unix socket or "host:port"."""
 
     def __init__(self, name: str, upstream: str = "") -> None:
         self.name = name
         self.upstream = upstream
         self.is_blackhole = False
+        self.is_refusing = False
         self.ends: set[_End] = set()
         self._server: asyncio.Server | None = None
         self._connecting: set[asyncio.Task[None]] = set()
@@ -104,6 +105,8 @@ class Proxy:
     async def _connect(self, near: _End) -> None:
         loop, far = asyncio.get_running_loop(), _End(self, is_near=False)
         try:
+            if self.is_refusing:
+                raise ConnectionRefusedError
             if self.upstream.startswith("unix:"):
                 path = self.upstream.removeprefix("unix:")
                 await loop.create_unix_connection(lambda: far, path)

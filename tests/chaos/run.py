@@ -28,6 +28,7 @@ class Run:
     num_clients: int = 16
     interval_s: float = 1.0
     patience_s: float = 90.0
+    ends_at_violation: bool = False
     shape: Shape = field(default_factory=Shape)
     weights: Mapping[str, int] = field(default_factory=lambda: dict(killer.WEIGHTS))
     behaviours: frozenset[str] = frozenset(wanted.WEIGHTS)
@@ -42,7 +43,8 @@ async def run(plan: Run, folder: Path, tally: Tally) -> None:
 
         def is_over() -> bool:
             is_enough = plan.max_kills and tally.num_sigkills >= plan.max_kills
-            return bool(is_enough) or time.monotonic() > deadline
+            is_failed = plan.ends_at_violation and tally.violations
+            return bool(is_enough or is_failed) or time.monotonic() > deadline
 
         addresses = {router: cluster.address(router) for router in ROUTERS}
         clients = [

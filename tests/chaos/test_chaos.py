@@ -7,6 +7,7 @@ import asyncio
 
 import pytest
 
+from tests.chaos.cluster import Shape
 from tests.chaos.run import Run, run
 from tests.chaos.tally import Tally
 
@@ -32,3 +33,27 @@ def test_killed_workers_and_schedulers_lose_and_repeat_nothing(tmp_path):
     assert not violations
     assert tally.num_sigkills
     assert tally.requests["read"]
+
+
+@pytest.mark.parametrize(
+    ("broken", "does", "says"),
+    [
+        ("position", "leave", "instead"),
+        ("journal", "reread", "other tokens than undisturbed"),
+        ("fencing", "read", "its record is ABORTED"),
+    ],
+)
+def test_the_checker_sees_what_is_broken_on_purpose(tmp_path, broken, does, says):
+    plan = Run(
+        seed=1,
+        run_s=60 if broken != "fencing" else 12,
+        num_clients=6,
+        interval_s=1.0,
+        weights={"refuse": 1},
+        behaviours=frozenset({does}),
+        patience_s=2.0,
+        ends_at_violation=True,
+        shape=Shape(broken=broken, scheduler_flags=("--orphan-ttl-s", "1")),
+    )
+    violations, _ = violations_of(plan, tmp_path)
+    assert any(says in violation for violation in violations), violations
