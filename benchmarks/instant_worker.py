@@ -15,6 +15,7 @@ import click
 import numpy as np
 from numpy.typing import NDArray
 
+from headrace.service import terms
 from headrace.service.columns import pack_int32, unpack_int32
 from headrace.service.process import ProcessConfig, run, write_address
 from headrace.service.serving import GrpcServer, ServingConfig, stop_asked
@@ -95,9 +96,11 @@ class InstantWorker(gpuworker_pb2_grpc.GpuWorkerServicer):
         )
 
     async def Execute(  # noqa: N802
-        self, plans: AsyncIterator[gpuworker_pb2.StepPlan], _context: Any
+        self, plans: AsyncIterator[gpuworker_pb2.StepPlan], context: Any
     ) -> AsyncIterator[gpuworker_pb2.StepResult]:
         """Returns one result for each plan."""
+        term = terms.term_in(context.invocation_metadata()) or 0
+        await context.send_initial_metadata(terms.metadata_of(term))
         rows = Rows()
         async for plan in plans:
             if self._step_s:
