@@ -87,6 +87,9 @@ class TokenJournal:
         """Note a request's end; token_ids is [num_tokens], all that the request generated."""
         num_generated = self._requests.num_generated(request)
         num_taken = min(self._requests.num_journaled(request), num_generated)
+        if num_taken and not request.submission.wants_logprobs:
+            # At least one token is written before the end: the store then asks for what it lacks.
+            num_taken = min(num_taken, num_generated - 1)
         ended = _Ended(
             update,
             token_ids[:num_generated].copy(),

@@ -57,6 +57,9 @@ end
 # {item, "ENDED", router, its incarnation, create time} when no completion of the request lives.
 _WRITE = """
 local notes, num_items = {}, 0
+-- Completions with a piece in this call that came after a gap. Their final states have to wait for
+-- the missing tokens: whoever reads a final state counts on the whole journal.
+local has_gap = {}
 local function note(...) notes[#notes + 1] = {num_items, ...} end
 local function differs(mine, theirs)
   return mine ~= '' and theirs and theirs ~= '' and mine ~= theirs
@@ -106,6 +109,7 @@ local function update(base, item)
   born = tonumber(born)
   local record = look(base, k)
   local verdict = judge(RULES[target], target, epoch, born, record, name, run)
+  if verdict == 'APPLIED' and has_gap[base .. k] and not LIVE[target] then verdict = 'EARLY' end
   if verdict == 'NEW' then
     forget_older(base, k, born, record.num_completions)
     verdict, record.num_completions = 'APPLIED', k + 1
@@ -148,6 +152,7 @@ local function append(base, item)
   local have = redis.call('STRLEN', tokens_key) / 4
   local have_logprobs = num_logprobs > 0 and redis.call('LLEN', logprobs_key) or have
   if position > math.min(have, have_logprobs) then
+    has_gap[base .. k] = true
     return note('GAP', record.epoch, record.state, math.min(have, have_logprobs))
   end
   -- The first piece of an epoch: what an earlier epoch wrote beyond it is not this run's.

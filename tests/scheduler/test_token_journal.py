@@ -1,7 +1,9 @@
 """What the store is given of the requests' tokens."""
 
+import numpy as np
 import pytest
 
+from headrace.service.columns import pack_int32
 from headrace.v1 import common_pb2
 from scheduler.config import SchedulerSettings
 from scheduler.core.plan import RequestStatus
@@ -110,6 +112,21 @@ async def test_what_the_store_has_lost_is_written_again_for_live_and_ended_reque
             store.write_all()
     assert store.token_ids["r0-0"] == expected_tokens(PROMPT, 60)
     assert store.num_gaps == 2
+
+
+async def test_what_the_store_lacks_is_written_before_the_end_of_a_request_without_new_tokens(
+    worker,
+):
+    store = FakeStore()
+    generated = pack_int32(np.array(expected_tokens(PROMPT, 20), dtype=np.int32))
+    async with running_scheduler([worker], store=store) as scheduler:
+        await scheduler.ready()
+        async with router_to(scheduler) as router:
+            handle = await router.submit(PROMPT, 20, epoch=2, generated_token_ids=generated)
+            assert await router.finished(handle) == [[]]
+            store.write_all()
+    assert store.token_ids["r0-0"] == expected_tokens(PROMPT, 20)
+    assert store.num_gaps == 1
 
 
 async def test_lost_log_probabilities_are_not_written_and_the_tokens_are(worker):

@@ -105,6 +105,18 @@ async def test_tokens_after_a_gap_are_asked_for_again(router, scheduler):
     assert tokens_of(await stored(router)) == [1, 2, 3, 4]
 
 
+async def test_an_end_waits_for_tokens_that_are_asked_for_again(router, scheduler):
+    await dispatched(router)
+    late = [piece(2, 3), update(State.STOPPED, completion_tokens=4)]
+    outcomes = await scheduler._backend.batches.evaluate([late])
+    assert [outcomes[i].verdict for i in range(2)] == [Verdict.GAP, Verdict.EARLY]
+    assert (await stored(router)).is_live
+    scheduler.source.known["r1"] = [1, 2, 3, 4]
+    await append(scheduler, *late)
+    (completion,) = (await stored(router)).completions
+    assert (completion.record.state, completion.is_complete) == (State.STOPPED, True)
+
+
 async def test_a_journal_that_its_writer_no_longer_knows_is_seen_to_be_incomplete(
     router, scheduler
 ):
