@@ -3,6 +3,7 @@
 What was let in is, at every instant, exactly what has ended and what is live.
 """
 
+import asyncio
 import contextlib
 
 import numpy as np
@@ -16,6 +17,7 @@ from router.core.admission import Limits, TenantLimits
 from router.core.pauses import UnreadLimits
 from router.outputs import Refusal
 from router.request import Spec
+from router.revival import remembered
 from tests.router.bench import TOKENIZER, Bench, report
 
 MODELS = {"s": "m", "t": "m", "u": "other"}
@@ -53,8 +55,8 @@ class RouterMachine(RuleBasedStateMachine):
             self.connect(name)
         self.reading = {}  # request id -> what ends its caller's stay, and the reservation
         self.stays = {}  # request id -> what ends its caller's stay
+        self.replaced = []  # what ends the stays of callers whose requests went on elsewhere
         self.first_token = {}
-        self.num_left = 0
 
     def connect(self, name):
         self.bench.add(name, 4, model=MODELS[name], displaces_by_priority=self.displaces)
@@ -67,7 +69,7 @@ class RouterMachine(RuleBasedStateMachine):
     def come(self, callers):
         """Their prompts are being read from here on, if there are permits and ids are free."""
         for request_id, tenant in callers:
-            is_free = request_id not in self.reading and request_id not in self.stays
+            is_free = self.bench.router.calls.get(request_id) is None
             stay = self.bench.router.reserve(request_id, tenant)
             with contextlib.suppress(ServiceError):
                 self.reading[request_id] = (stay, stay.__enter__())
@@ -91,6 +93,8 @@ class RouterMachine(RuleBasedStateMachine):
                 # What the steps bring, so some requests stop after seven tokens.
                 stop=(7 * "b",) if num_tokens % 2 else (),
                 deadline_unix_s=None if lead_s is None else self.bench.time + lead_s,
+                goes_on=num_tokens % 3 == 0,
+                recovers_at_once=num_tokens % 5 == 0,
             )
             router, prompt = self.bench.router, np.ones(num_tokens, np.int32)
             try:
@@ -109,10 +113,64 @@ class RouterMachine(RuleBasedStateMachine):
         stay.__exit__(None, None, None)
 
     @precondition(lambda self: self.stays)
-    @rule(chance=chances)
-    def leave(self, chance):
-        self.stays.pop(self.pick(self.stays, chance)).__exit__(None, None, None)
-        self.num_left += 1
+    @rule(chance=chances, is_abrupt=st.booleans())
+    def leave(self, chance, is_abrupt):
+        """A caller has its answer, or is gone; its request may go on then."""
+        stay = self.stays.pop(self.pick(self.stays, chance))
+        error = asyncio.CancelledError() if is_abrupt else None
+        stay.__exit__(error and type(error), error, None)
+
+    @precondition(lambda self: len(self.bench.router.live))
+    @rule(chance=chances, num_wanted=st.integers(0, 12), has_caller=st.booleans())
+    def take_up(self, chance, num_wanted, has_caller):
+        """A caller comes back to a request, or a sweep does; an earlier caller is still there."""
+        request = self.pick(self.bench.router.live._requests.values(), chance)
+        request_id, origin = request.spec.request_id, remembered(request)
+        if request_id in self.stays:
+            self.replaced.append(self.stays.pop(request_id))
+        if has_caller:
+            wanted = [num_wanted] * len(origin.pasts)
+            stay = self.bench.router.take_up(origin, wanted, TOKENIZER)
+            revived = stay.__enter__()
+            self.stays[request_id] = stay
+            assert all(c.num_streamed == num_wanted for c in revived.completions)
+        else:
+            self.bench.router.recover(origin, TOKENIZER)
+        assert request.is_released
+        for link in self.bench.links.values():
+            # What ended in the text it was rebuilt from is not submitted, and not cancelled.
+            for handle, completion in list(link.sent.items()):
+                if completion.request is request:
+                    link.drop(handle)
+
+    @precondition(lambda self: self.replaced)
+    @rule()
+    def leave_late(self):
+        """A caller whose request went on in a later call."""
+        self.replaced.pop().__exit__(None, None, None)
+
+    @rule(name=st.sampled_from(sorted(MODELS)), chance=chances)
+    def move(self, name, chance):
+        """Another router takes a request from this one."""
+        link = self.bench.links[name]
+        if not link.sent:
+            return
+        handle = self.pick(link.sent, chance)
+        request = link.sent[handle].request
+        self.bench.router.live.on_moved([handle])
+        assert request.error.reason == "RESUMED_ELSEWHERE"
+        for other in self.bench.links.values():
+            for number, completion in list(other.sent.items()):
+                if completion.request is request:
+                    other.drop(number)
+        if request.spec.request_id in self.stays:
+            self.replaced.append(self.stays.pop(request.spec.request_id))
+
+    @rule()
+    def hand_over_what_nobody_reads(self):
+        """There is no store: it ends."""
+        self.bench.router.hand_over(is_unread=True)
+        assert all(r.has_reader for r in self.bench.router.live._requests.values())
 
     @rule(
         num_tokens=st.integers(1, 3), num_passed_over=st.integers(0, 4), num_ends=st.integers(0, 2)
@@ -172,10 +230,11 @@ class RouterMachine(RuleBasedStateMachine):
     @invariant()
     def every_request_is_counted_once(self):
         router = self.bench.router
-        assert len(router.live._requests) == len(self.stays)
-        assert sum(router.live.num_ended.values()) == self.num_left
-        assert router.live.num_accepted == self.num_left + len(router.live._requests)
-        assert router.num_live == len(self.stays) + len(self.reading)
+        requests = router.live._requests.values()
+        assert sum(request.has_reader for request in requests) == len(self.stays)
+        assert router.live.num_accepted == sum(router.live.num_ended.values()) + len(requests)
+        assert router.num_live == len(requests) + len(self.reading)
+        assert {r.number for r in router._orphans} <= {r.number for r in requests}
         assert router._gate.permits.num_live == router.num_live
         assert router._gate.num_reading == len(self.reading)
         assert set(router.live.num_ended) <= set(FinishReason)
@@ -228,8 +287,12 @@ class RouterMachine(RuleBasedStateMachine):
         if hasattr(self, "bench"):
             for stay, _ in self.reading.values():
                 stay.__exit__(None, None, None)
-            for stay in self.stays.values():
+            for stay in (*self.stays.values(), *self.replaced):
                 stay.__exit__(None, None, None)
+            for name in MODELS:
+                self.bench.step(name, ends=list(self.bench.links[name].sent))
+            self.bench.time += 1000.0
+            self.bench.router.expire()
             self.bench.assert_empty()
 
 

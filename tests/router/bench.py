@@ -31,8 +31,18 @@ class Link:
         self.cancelled = []
 
     def submit(self, completion):
+        """A greater epoch takes the place of the request's earlier one."""
         assert completion.handle not in self.sent
+        for handle, earlier in list(self.sent.items()):
+            if earlier.request_id == completion.request_id:
+                assert earlier.epoch < completion.epoch
+                self.drop(handle)
         self.sent[completion.handle] = completion
+
+    def drop(self, handle):
+        """Forget a completion; the router is not told."""
+        del self.sent[handle]
+        self.paused.discard(handle)
 
     def cancel(self, completion, reason):
         handle = completion.handle
