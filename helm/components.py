@@ -120,6 +120,11 @@ def _autoscaling(what: str, *, least: int) -> Section:
 
 WORKER: Values = {
     "replicas": integer(1, "Workers of the pool, without autoscaling."),
+    "maxReplicas": integer(
+        0,
+        "Workers whose names schedulers get in advance: up to so many can be added without"
+        " restarting schedulers. Autoscaling has its own.",
+    ),
     "role": choice("mixed", ["mixed", "prefill", "decode"], "What schedulers use the pool for."),
     "model": text("", "Other files of the same model, e.g. in fewer bits; empty is `model.name`."),
     "dtype": choice(

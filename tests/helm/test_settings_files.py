@@ -177,6 +177,17 @@ def test_a_pool_that_grows_moves_no_worker(chart, read):
     assert all(before < after for before, after in zip(owned(2), owned(4), strict=True))
 
 
+def test_workers_can_be_added_without_a_restart_of_schedulers(chart, read):
+    def rendered(replicas):
+        values = {"gpuworker": {"replicas": replicas, "maxReplicas": 4}}
+        scheduler = chart.render(values).one("StatefulSet", "scheduler")
+        return scheduler, workers(chart.render(values), 0, read)
+
+    assert rendered(1) == rendered(4)
+    assert rendered(1)[1] == {address("default", number) for number in range(4)}
+    assert len(rendered(5)[1]) == 5
+
+
 def test_a_scheduler_knows_the_workers_that_autoscaling_may_add(chart, read):
     trigger = {"type": "cpu", "metadata": {"value": "60"}}
     scaling = {"type": "keda", "minReplicas": 0, "maxReplicas": 5, "triggers": [trigger]}

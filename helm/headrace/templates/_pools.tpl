@@ -11,7 +11,7 @@
 
 {{/* How many workers of a pool have a name: as many as there may be, and one that may come later. */}}
 {{- define "headrace.numWorkers" -}}
-{{- ternary .replicas .autoscaling.maxReplicas (eq .autoscaling.type "none") | int | max 1 -}}
+{{- ternary (max (int .replicas) (int .maxReplicas)) (int .autoscaling.maxReplicas) (eq .autoscaling.type "none") | max 1 -}}
 {{- end }}
 
 {{/*
