@@ -176,11 +176,11 @@ class WorkerEngine:
             if self._recording is not None:
                 await self._recording.close()
 
-    def take_requests(self) -> list[LiveRequest]:
+    def take_requests(self, *, has_died: bool = True) -> list[LiveRequest]:
         """Requests unfinished when `run` ended, oldest first, with the tokens published so far.
 
-        A request that was in a step without a result counts a loss: it may be what killed the
-        worker.
+        If the worker has died, a request that was in a step without a result counts a loss: it may
+        be what killed the worker.
         """
         suspects = {int(key) for flight in self._in_flight for key in flight.keys}
         not_in_core, cancelled = self._inbox.give_up()
@@ -190,7 +190,7 @@ class WorkerEngine:
             self._log.lost(request, self._info.worker_id, self.num_steps, done)
             if request.key not in not_in_core:
                 self._take_from_core(request)
-            request.num_losses += request.key in suspects
+            request.num_losses += has_died and request.key in suspects
         taken = list(self._requests.values())
         self._requests.clear()
         return taken

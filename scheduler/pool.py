@@ -28,6 +28,7 @@ from scheduler.worker import (
     WorkerSpec,
     WorkerStream,
     WorkerTakenError,
+    WorkerTakenOverError,
     WorkerUnavailableError,
 )
 
@@ -232,7 +233,7 @@ class Pool:
             raise
         began_s = asyncio.get_running_loop().time()
         has_died = await self._run_engine(worker, engine)
-        self._lose(worker, engine)
+        self._lose(worker, engine, has_died=has_died)
         if has_died:
             await self._leave_alone(worker, asyncio.get_running_loop().time() - began_s)
         return engine.num_steps
@@ -302,7 +303,7 @@ class Pool:
         return worker.engine
 
     async def _run_engine(self, worker: ManagedWorker, engine: WorkerEngine) -> bool:
-        """Run an engine until its worker is lost; False if the worker has ended in good order."""
+        """Run an engine until its worker is lost; False if that is not the worker's fault."""
         # In a task of its own: a TaskGroup that fails while it is cancelled forgets that it was
         # cancelled, and we would look for the worker again in a scheduler that is shutting down.
         running = asyncio.create_task(engine.run(), name=f"run {worker.address}")
@@ -319,18 +320,21 @@ class Pool:
         except* WorkerDrainedError:
             logger.info("worker at %s is shutting down: it has no request left", worker.address)
             has_died = False
+        except* WorkerTakenOverError:
+            logger.warning("another scheduler has taken over the worker at %s", worker.address)
+            has_died = False
         except* WorkerLostError as lost:
             logger.warning("lost worker at %s: %s", worker.address, str(lost.exceptions[0]))
         except* BaseException:
             logger.exception("the engine of the worker at %s failed", worker.address)
         return has_died
 
-    def _lose(self, worker: ManagedWorker, engine: WorkerEngine) -> None:
+    def _lose(self, worker: ManagedWorker, engine: WorkerEngine, *, has_died: bool) -> None:
         """Take over the unfinished requests of a lost worker."""
         worker.engine = None
         worker.state = WorkerState.LOST
         self._switchboard.changes.notify()
-        for request in engine.take_requests():
+        for request in engine.take_requests(has_died=has_died):
             if request.num_losses > self._settings.max_num_losses:
                 message = f"its worker died {request.num_losses} times while running it"
                 self._stranded.end(request, RequestStatus.ERROR, message)

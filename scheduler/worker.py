@@ -74,6 +74,10 @@ class WorkerLostError(Exception):
     """The worker's stream is broken, or its result is wrong; no further result is taken."""
 
 
+class WorkerTakenOverError(WorkerLostError):
+    """Another scheduler has taken over the worker, which is well."""
+
+
 class WorkerDrainedError(WorkerLostError):
     """The worker is shutting down and has no request left."""
 

@@ -218,7 +218,7 @@ class GpuWorkerService(gpuworker_pb2_grpc.GpuWorkerServicer):
                 " try again when that scheduler has gone",
             )
         self._end_stream(
-            aborted("STREAM_REPLACED", "another Execute stream has taken this worker over")
+            aborted(terms.STREAM_REPLACED, "another Execute stream has taken this worker over")
         )
         self._stream = _Stream(term)
         return self._stream
@@ -282,7 +282,7 @@ class GpuWorkerService(gpuworker_pb2_grpc.GpuWorkerServicer):
             logger.warning("refused a plan: %s", error)
             raise invalid("plan", str(error)) from error
         except _StaleStreamError:
-            raise aborted("STREAM_REPLACED", "another Execute stream took over") from None
+            raise aborted(terms.STREAM_REPLACED, "another Execute stream took over") from None
 
 
 def _end_broken(stream: _Stream, reader: "asyncio.Task[None]") -> None:

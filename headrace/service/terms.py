@@ -11,7 +11,9 @@ from typing import Any
 from headrace.service.errors import invalid
 
 KEY = "x-headrace-term"
+# Reasons of the worker: a stream is refused; a stream is ended because a newer stream came.
 NEWER_OWNER = "NEWER_OWNER"
+STREAM_REPLACED = "STREAM_REPLACED"
 _MAX_DIGITS = 20
 
 

@@ -17,6 +17,7 @@ from scheduler.worker import (
     WorkerResult,
     WorkerSpec,
     WorkerTakenError,
+    WorkerTakenOverError,
     WorkerUnavailableError,
 )
 
@@ -97,7 +98,17 @@ class ExecuteStream:
             message = wire.plan_message(plan, samplings, traceparent, wants_audit=wants_audit)
             await self._call.write(message)
         except (grpc.aio.AioRpcError, grpc.aio.UsageError, asyncio.InvalidStateError) as error:
-            raise WorkerLostError(_describe_error(error)) from error
+            # How the call ended says more than that it cannot be written to.
+            raise _loss(await self._status() or error) from error
+
+    async def _status(self) -> grpc.aio.AioRpcError | None:
+        """The error that ended the call, if it has ended with one."""
+        if self._call.done():
+            try:
+                await self._call.read()
+            except grpc.aio.AioRpcError as error:
+                return error
+        return None
 
     async def receive(self) -> WorkerResult | Draining:
         """The next result; see scheduler.worker.WorkerStream."""
@@ -107,13 +118,22 @@ class ExecuteStream:
                 raise WorkerLostError("it ended the stream")
             return Draining() if message.draining else wire.worker_result(message)
         except (grpc.aio.AioRpcError, grpc.aio.UsageError, asyncio.InvalidStateError) as error:
-            raise WorkerLostError(_describe_error(error)) from error
+            raise _loss(error) from error
         except ServiceError as error:
             raise WorkerLostError(f"its result is wrong: {error}") from error
 
     def close(self) -> None:
         """Cancel the call."""
         self._call.cancel()
+
+
+def _loss(error: Exception) -> WorkerLostError:
+    """What the error of a stream means."""
+    kind = WorkerLostError
+    if isinstance(error, grpc.aio.AioRpcError):
+        is_taken_over = from_rpc_error(error).reason == terms.STREAM_REPLACED
+        kind = WorkerTakenOverError if is_taken_over else WorkerLostError
+    return kind(_describe_error(error))
 
 
 def _describe_error(error: Exception) -> str:

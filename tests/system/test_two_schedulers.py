@@ -15,6 +15,7 @@ import transformers
 from headrace.client import HeadraceClient, Sampling, ServiceError
 from headrace.service.columns import pack_int32
 from headrace.v1 import scheduler_pb2
+from scheduler.quarantine import NUM_FREE_DEATHS
 from scheduler.rpc.gpuworker_client import GpuWorkerClient
 from scheduler.worker import WorkerTakenError
 from tests.gpuworker.tiny import LLAMA, save_checkpoint
@@ -125,6 +126,21 @@ async def test_requests_of_the_earlier_one_go_back_to_their_router_which_submits
                     )
                     (tokens,) = await other.finished(rest)
             assert begun + tokens == expected
+
+
+async def test_a_worker_that_is_taken_over_again_and_again_has_not_died(
+    worker: RealWorker,
+) -> None:
+    async with running_scheduler([worker], term=1, has_company=True) as earlier:
+        for number in range(NUM_FREE_DEATHS + 1):
+            await earlier.ready()
+            assert len(await answer(earlier, 2)) == 2
+            async with running_scheduler([worker], term=2 + number, has_company=True) as later:
+                await later.ready()
+                await until(lambda: earlier.ready_workers() == [])
+        await earlier.ready()
+        (managed,) = earlier.pool._workers
+        assert managed.quarantine.num_deaths == 0
 
 
 async def test_a_request_without_a_router_stays_with_the_earlier_one(
