@@ -15,6 +15,8 @@ from tests.chaos.cluster import Shape
 from tests.chaos.run import Run, run
 from tests.chaos.tally import Tally
 
+_REAL: dict[str, str] = {"model": "smollm2-135m-instruct", "model_name": "smollm2"}
+
 
 @click.command()
 @click.option("--seed", type=int, default=None, help="Draws load and kills; random by default.")
@@ -23,6 +25,7 @@ from tests.chaos.tally import Tally
 @click.option("--clients", default=16, help="Requests at once.")
 @click.option("--interval-s", default=1.0, help="Mean time between disturbances.")
 @click.option("--store", type=click.Choice(["single", "sentinel", "cluster"]), default="single")
+@click.option("--model", type=click.Choice(["stub", "real"]), default="stub")
 @click.option("--only", multiple=True, help="Only this disturbance (repeatable).")
 @click.option("--does", multiple=True, help="Only this behaviour of clients (repeatable).")
 @click.option("--patience-s", default=90.0, help="How long the end may take to be clean.")
@@ -34,6 +37,7 @@ def main(
     clients: int,
     interval_s: float,
     store: str,
+    model: str,
     only: tuple[str, ...],
     does: tuple[str, ...],
     patience_s: float,
@@ -46,7 +50,7 @@ def main(
         max_kills=kills,
         num_clients=clients,
         interval_s=interval_s,
-        shape=Shape(store=store),
+        shape=Shape(store=store, **(_REAL if model == "real" else {})),
         weights={name: n for name, n in killer.WEIGHTS.items() if not only or name in only},
         behaviours=frozenset(does or wanted.WEIGHTS),
         patience_s=patience_s,

@@ -11,6 +11,7 @@ import grpc.aio
 
 from headrace.service.errors import ServiceError, from_rpc_error
 from headrace.v1 import inference_pb2, inference_pb2_grpc
+from tests.chaos import library
 from tests.chaos.reader import FailedError, Reader, Stubs, abort
 from tests.chaos.received import Received
 from tests.chaos.tally import Tally
@@ -44,6 +45,7 @@ class Client:
         self._rng = rng
         self._tally = tally
         self._ended = finish_by_name
+        self._addresses = addresses
         self._channels = {
             router: grpc.aio.insecure_channel(address, options=_CHANNEL)
             for router, address in addresses.items()
@@ -113,6 +115,11 @@ class Client:
 
     async def _read(self, reader: Reader) -> None:
         await reader.read()
+
+    async def _library(self, reader: Reader) -> None:
+        addresses = list(self._addresses.values())
+        self._rng.shuffle(addresses)
+        await library.read(reader.received, addresses, self._tally)
 
     async def _deadline(self, reader: Reader) -> None:
         await reader.read()

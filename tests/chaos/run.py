@@ -14,6 +14,7 @@ from tests.chaos import killer, wanted
 from tests.chaos.checker import final_faults, num_stale_hints
 from tests.chaos.cluster import PATIENCE_S, ROUTERS, WORKERS, Cluster, Shape
 from tests.chaos.load import Client
+from tests.chaos.prepared import prepare
 from tests.chaos.received import Received
 from tests.chaos.tally import Tally
 
@@ -39,6 +40,7 @@ async def run(plan: Run, folder: Path, tally: Tally) -> None:
     ended: dict[str, Received] = {}
     async with Cluster(plan.shape, folder) as cluster:
         await _until_ready(cluster)
+        draw = await prepare(cluster.address(ROUTERS[0])) if plan.shape.model else _drawer(plan)
         deadline = time.monotonic() + plan.run_s
 
         def is_over() -> bool:
@@ -54,7 +56,7 @@ async def run(plan: Run, folder: Path, tally: Tally) -> None:
         killing = killer.Killer(cluster, Random(f"{plan.seed}/killer"), tally, dict(plan.weights))
         async with asyncio.TaskGroup() as tasks:
             for client in clients:
-                tasks.create_task(client.run(_drawer(plan), is_over))
+                tasks.create_task(client.run(draw, is_over))
             tasks.create_task(killing.run(plan.interval_s, is_over))
         is_store_exact = not any(what.endswith("store") for what in tally.kills)
         check = final_faults(

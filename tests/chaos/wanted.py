@@ -12,7 +12,8 @@ _PREFIXES = [b"Once upon a time there was a river. ", b"It is " * 20, b""]
 _LETTERS = b"abcdefghijklmnopqrstuvwxyz ,."
 # What the client does beside reading, and how often.
 WEIGHTS = {
-    "read": 8,
+    "read": 6,
+    "library": 6,  # reads by HeadraceClient, which resumes by itself
     "leave": 3,  # closes its call in the middle and resumes later
     "rival": 2,  # a second call resumes while the first still reads
     "reread": 2,  # reads the finished request once more
