@@ -11,7 +11,7 @@ from collections.abc import Callable, Sequence
 from itertools import chain
 from typing import assert_never
 
-from headrace.vocabulary import CancelReason, FinishReason
+from headrace.vocabulary import CancelReason, FinishReason, RefusalReason
 from router import outcomes
 from router.arrivals import Arrivals
 from router.core.credit import WorkerReport
@@ -243,13 +243,20 @@ class Dispatcher:
     def on_moved(self, handles: Sequence[int]) -> Sequence[Outcome]:
         """A scheduler has nothing more for these handles: other routers took them over."""
         moved = [self._in_flight[handle] for handle in handles if handle in self._in_flight]
-        return [Moved(completion) for completion in moved]
+        return [
+            Moved(completion, outcomes.resumed_elsewhere(completion.request.spec.request_id))
+            for completion in moved
+        ]
 
     def on_refusal(self, refusal: Refusal) -> Sequence[Outcome]:
         """A scheduler did not take a completion: try elsewhere, or fail its request."""
         completion = self._in_flight.get(refusal.handle)
         if completion is None:
             return ()
+        if refusal.reason is RefusalReason.DUPLICATE and completion.epoch > 1:
+            # Another router has it under this epoch. The store decides which of the two goes on:
+            # a caller that resumes the request claims it, under a greater epoch.
+            return [Moved(completion, outcomes.contested(completion.request.spec.request_id))]
         is_worth_retrying = outcomes.is_worth_retrying(refusal)
         if is_worth_retrying and completion.sent is not None:
             # Not for a refusal that is the request's own: the worker takes the next request.

@@ -32,9 +32,12 @@ class Paused:
 
 @dataclass(frozen=True, slots=True)
 class Moved:
-    """A completion was taken up elsewhere; the router releases its request."""
+    """A completion was taken up elsewhere; the router releases its request, and the caller gets
+    the error.
+    """
 
     completion: ClientCompletion
+    error: ServiceError
 
 
 # Of several, those that have ended come before those that fail.

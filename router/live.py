@@ -30,8 +30,8 @@ class Callers(Protocol):
         """A request without a reader has ended."""
         ...
 
-    def on_moved(self, request: ClientRequest) -> None:
-        """Another router has taken the request over."""
+    def on_moved(self, request: ClientRequest, error: ServiceError) -> None:
+        """Another router has taken the request over; the error says so to the caller."""
         ...
 
 
@@ -212,10 +212,10 @@ class LiveRequests:
                             self._end_all(completion.request, finish)
                     case Failed(completion, error):
                         self._fail(completion.request, error)
-                    case Moved(completion):
+                    case Moved(completion, error):
                         # Of several completions, the first to move tells.
                         if not completion.request.is_released:
-                            self._callers.on_moved(completion.request)
+                            self._callers.on_moved(completion.request, error)
                     case Paused():
                         self.has_earlier_due.set()
                     case _:

@@ -251,9 +251,8 @@ class Router:
         else:
             self._close(request)
 
-    def on_moved(self, request: ClientRequest) -> None:
-        """Another router has taken the request over."""
-        error = outcomes.resumed_elsewhere(request.spec.request_id)
+    def on_moved(self, request: ClientRequest, error: ServiceError) -> None:
+        """Another router has taken the request over; the error says so to the caller."""
         self._release(self._reservation_of(request), error)
 
     @contextlib.contextmanager

@@ -33,6 +33,18 @@ def test_a_refusal_for_the_request_s_own_sake_holds_up_no_other(reason):
     bench.assert_empty()
 
 
+def test_a_request_that_another_router_has_under_its_epoch_is_left_to_be_resumed():
+    bench = Bench()
+    leave, request = bench.enter("r")
+    refuse(bench, RefusalReason.WORKER_LOST)
+    bench.router.live.on_report("s", [report("s", 4)], is_draining=False)
+    refuse(bench, RefusalReason.DUPLICATE)
+    assert request.error.reason == "CONTESTED"
+    assert not bench.links["s"].cancelled
+    leave()
+    bench.assert_empty()
+
+
 @pytest.mark.parametrize("reason", sorted(NOT_NOW))
 def test_a_worker_that_takes_nothing_is_passed_over_until_it_is_reported_again(reason):
     bench = Bench()
