@@ -79,6 +79,8 @@ class StubRunner:
         self._count(plan)
         sampled = self._run(batch)
         opened = self._rows.open(batch)
+        # Now: by the time the step completes, its rows may have other requests.
+        logprobs = self._logprobs(batch, sampled)
         done_s = time.monotonic() + (self._step_s if batch.num_tokens else 0.0)
 
         def complete() -> ExecutedStep:
@@ -91,7 +93,7 @@ class StubRunner:
                 step_id=plan.step_id,
                 num_sampled_tokens=batch.num_samples,
                 token_ids=sampled,
-                logprobs=self._logprobs(batch, sampled),
+                logprobs=logprobs,
                 elapsed_s=self._step_s,
                 audit=audit,
             )
