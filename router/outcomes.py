@@ -140,6 +140,15 @@ def unknown(request_id: str) -> ServiceError:
     )
 
 
+def not_known_yet(request_id: str) -> ServiceError:
+    """The store does not know the request, and lags behind."""
+    return unavailable(
+        "STORE_UNAVAILABLE",
+        f"request_id: {request_id!r} may be known when the status store keeps up again; try again",
+        1.0,
+    )
+
+
 def not_kept(request_id: str) -> ServiceError:
     """The store has a record of the request, and no spec."""
     return not_found(

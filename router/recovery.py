@@ -55,8 +55,10 @@ class Recovery:
         self._identity = identity
         self._max_recoveries = max_recoveries
         self._wall_clock = wall_clock
-        # Requests at epochs that wait for somebody to resume them.
+        # Requests at epochs that wait for somebody to resume them: for good, or as long as their
+        # scheduler lives.
         self._waiting: set[tuple[str, int]] = set()
+        self._running: set[tuple[str, int]] = set()
 
     async def run(self) -> None:
         """Look until cancelled; a store that is away is looked at again later."""
@@ -68,34 +70,51 @@ class Recovery:
                 await self.sweep()
             except ServiceError as error:
                 logger.debug("no look for lost requests: %s", error.message)
+            except Exception:
+                # A record that finds a bug must not end the router, here and after each restart.
+                logger.exception("the look for lost requests failed")
 
     async def sweep(self) -> None:
         """Take up what is lost now."""
         async for records in self._store.orphans():
-            request_id = records[0].request_id.partition("#")[0]
             living = [record for record in records if not record.state.is_final]
-            known = request_id, max((record.epoch for record in records), default=0)
-            if not living or known in self._waiting or self._router.calls.get(request_id):
+            if not living or self._router.calls.get(_request_id(living[0])):
                 continue
-            if len(self._waiting) >= _MAX_REMEMBERED:
-                self._waiting.clear()
+            known = _request_id(living[0]), max(record.epoch for record in living)
             is_lost = await self._is_lost(living)
-            stored = await self._store.load(request_id)
-            if stored is None or not stored.is_live:
+            if known in self._waiting or (known in self._running and not is_lost):
                 continue
-            try:
-                origin = self._take_ups.decode(stored)
-            except ServiceError as error:
+            stored = await self._store.load(known[0])
+            if stored is None or _owners(stored) != {_owner(record) for record in living}:
+                continue  # another router was faster
+            await self._consider(stored, living, known, is_lost=is_lost)
+
+    async def _consider(
+        self, stored: Stored, living: Sequence[Record], known: tuple[str, int], *, is_lost: bool
+    ) -> None:
+        """Take up or fail a request whose router is dead, or remember that it waits."""
+        try:
+            origin = self._take_ups.decode(stored)
+        except ServiceError as error:
+            if error.reason == "UNKNOWN_MODEL":
+                self._remember(self._waiting, known)
+            elif is_lost:
                 await self._fail(stored, error.message)
-                continue
-            if not is_lost and not origin.spec.recovers_at_once:
-                continue
-            if not self._is_wanted(origin.spec, living):
-                self._waiting.add(known)
-            elif max(record.num_recoveries for record in living) >= self._max_recoveries:
-                await self._fail(stored, f"its services died {self._max_recoveries + 1} times")
-            else:
-                await self._recover(stored, origin)
+            return
+        if not is_lost and not origin.spec.recovers_at_once:
+            self._remember(self._running, known)
+        elif not self._is_wanted(origin.spec, living):
+            self._remember(self._waiting, known)
+        elif max(record.num_recoveries for record in living) >= self._max_recoveries:
+            await self._fail(stored, f"its services died {self._max_recoveries + 1} times")
+        else:
+            await self._recover(stored, origin)
+
+    @staticmethod
+    def _remember(requests: set[tuple[str, int]], known: tuple[str, int]) -> None:
+        if len(requests) >= _MAX_REMEMBERED:
+            requests.clear()
+        requests.add(known)
 
     async def _recover(self, stored: Stored, origin: Origin) -> None:
         try:
@@ -130,3 +149,16 @@ class Recovery:
         was_ours = any(record.router_id == self._identity.router_id for record in living)
         has_deadline = spec.deadline_unix_s is not None and not spec.is_calls_deadline
         return spec.recovers_at_once or has_deadline or was_ours
+
+
+def _request_id(record: Record) -> str:
+    return record.request_id.partition("#")[0]
+
+
+def _owners(stored: Stored) -> set[tuple[str, str, int]]:
+    """The routers that have a request's completions, and the epochs; none of those that ended."""
+    return {_owner(c.record) for c in stored.completions if not c.record.state.is_final}
+
+
+def _owner(record: Record) -> tuple[str, str, int]:
+    return record.router_id, record.router_incarnation, record.epoch

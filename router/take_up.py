@@ -54,7 +54,7 @@ class TakeUps:
             if origin is None:
                 origin = self._origin_here(request_id)
             if origin is None:
-                raise outcomes.unknown(request_id)
+                raise self._unknown(request_id)
             first_tokens(origin)
             if self._here(request_id) is None:
                 self._router.check_take_up(origin.spec.tenant)
@@ -100,6 +100,13 @@ class TakeUps:
             detail=detail,
             is_recovery=is_recovery,
         )
+
+    def _unknown(self, request_id: str) -> ServiceError:
+        """A request that neither this router nor the store knows, as far as can be told."""
+        if self._store.is_configured and not self._store.is_durable:
+            # Other routers may not have written their requests yet either.
+            return outcomes.not_known_yet(request_id)
+        return outcomes.unknown(request_id)
 
     def _here(self, request_id: str) -> ClientRequest | None:
         """The request, if it lives in this router."""

@@ -121,8 +121,8 @@ class GenerateRequest(_message.Message):
 
     @_builtins.property
     def deadline(self) -> _timestamp_pb2.Timestamp:
-        """The request ends with DEADLINE at this time. The call's own gRPC deadline applies too; the
-        earlier of the two wins. Unset: none.
+        """The request ends with DEADLINE at this time. The call's own gRPC deadline applies too, unless
+        keep_on_disconnect is set; the earlier of the two wins. Unset: none.
         """
 
     @_builtins.property

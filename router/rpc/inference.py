@@ -113,7 +113,8 @@ class InferenceService:
             model=model_name,
             default_max_tokens=defaults.max_tokens(is_chat=request.HasField("chat")),
             stop_by_token_id=wire.control_stops(request.sampling, tokenizer),
-            deadline_unix_s=_call_deadline(context),
+            # A kept request does not end with its call.
+            deadline_unix_s=None if request.keep_on_disconnect else _call_deadline(context),
             traceparent=telemetry.current_traceparent(),
             body_sha256=reservation.body_sha256,
         )

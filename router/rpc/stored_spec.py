@@ -30,6 +30,7 @@ from router.text.tokenizer import ModelText
 MAX_SPEC_BYTES = 4 * 1024 * 1024
 
 _MAX_TOKENS = 2**31 - 1
+_MAX_TRACEPARENT_CHARS = 128
 # Of 64 words in each of their spellings, and 64 given as tokens.
 _MAX_BAD_TOKEN_IDS = 1024
 
@@ -100,7 +101,7 @@ def decode(stored: Stored, models: Mapping[str, ModelText]) -> Origin:
     try:
         message = record_pb2.RequestSpec.FromString(stored.spec)
         name = wire.choose_model(message.request.model, models)
-        return _origin(stored, message, models[name])
+        return _origin(stored, message, name, models[name])
     except (DecodeError, UnicodeDecodeError) as error:
         raise _corrupt(stored, str(error)) from error
     except ServiceError as error:
@@ -109,11 +110,13 @@ def decode(stored: Stored, models: Mapping[str, ModelText]) -> Origin:
         raise _corrupt(stored, error.message) from error
 
 
-def _origin(stored: Stored, message: record_pb2.RequestSpec, model: ModelText) -> Origin:
+def _origin(stored: Stored, message: record_pb2.RequestSpec, name: str, model: ModelText) -> Origin:
     request = message.request
     prompt = unpack_int32(message.prompt_token_ids, "prompt_token_ids")
     _check(bool(len(prompt)) and int(prompt.min()) >= 0, "prompt_token_ids")
     _check(request.request_id == stored.request_id, "request_id")
+    _check(message.prompt_field in wire.PROMPT_FIELDS, "prompt_field")
+    _check(len(message.traceparent) <= _MAX_TRACEPARENT_CHARS, "traceparent")
     _check(1 <= message.max_tokens <= _MAX_TOKENS, "max_tokens")
     times = (message.arrival_time_unix_s, message.deadline_unix_s)
     _check(all(math.isfinite(time) and time >= 0 for time in times), "times")
@@ -122,7 +125,7 @@ def _origin(stored: Stored, message: record_pb2.RequestSpec, model: ModelText) -
         request,
         wire.Bounds(_MAX_TOKENS, MAX_SPEC_BYTES, _MAX_BAD_TOKEN_IDS),
         request_id=wire.check_request_id(request.request_id),
-        model=request.model,
+        model=name,
         stop_by_token_id=wire.control_stops(request.sampling, model.tokenizer),
         default_max_tokens=None,
         deadline_unix_s=message.deadline_unix_s or None,

@@ -166,6 +166,7 @@ def first_tokens(request: inference_pb2.ResumeRequest, origin: Origin) -> Sequen
 
 
 _PROMPT_FIELD = {"text": "text", "token_ids": "token_ids.ids", "chat": "chat.messages"}
+PROMPT_FIELDS = frozenset({*_PROMPT_FIELD.values(), "prompt"})
 
 
 def _deadline(request: inference_pb2.GenerateRequest) -> float | None:

@@ -105,6 +105,16 @@ async def test_a_kept_request_goes_on_without_its_caller_and_is_resumed(stack):
     assert len(stack.scheduler.submissions) == 1
 
 
+async def test_a_kept_request_does_not_end_with_the_deadline_of_its_call(stack):
+    stack.scheduler.is_paced = False
+    call = stack.generate(request_id="kept", keep_on_disconnect=True, timeout=0.3)
+    assert (await error_of(call)).code is grpc.StatusCode.DEADLINE_EXCEEDED
+    await stack.until(lambda: not stack.router.calls.get("kept").request.has_reader)
+    assert stack.router.calls.get("kept").request.deadline is None
+    stack.scheduler.resume()
+    assert await stack.rest(stack.resume("kept", 0))
+
+
 @pytest.mark.parametrize("has_ended", [True, False])
 async def test_a_kept_request_that_nobody_resumes_ends(has_ended):
     async with running_stack(recovery={"orphan_ttl_s": 0.2}) as stack:

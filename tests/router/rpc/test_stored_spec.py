@@ -27,6 +27,7 @@ def spec(**changes):
             request_id="r", model="tiny", sampling={"seed": 1, "stop": ["END"], "n": 2}
         ),
         prompt_token_ids=array("i", [1, 2, 3]).tobytes(),
+        prompt_field="text",
         max_tokens=10,
         arrival_time_unix_s=1000.0,
     )
@@ -103,6 +104,8 @@ def test_what_is_written_is_read_back():
         {"arrival_time_unix_s": float("nan")},
         {"deadline_unix_s": float("inf")},
         {"deadline_unix_s": -1.0},
+        {"prompt_field": "x" * 5000},
+        {"traceparent": "x" * 5000},
     ],
     ids=str,
 )
@@ -135,6 +138,12 @@ def test_a_model_that_is_not_served_here_is_not_found():
     with pytest.raises(ServiceError) as caught:
         decode(stored(message))
     assert caught.value.reason == "UNKNOWN_MODEL"
+
+
+def test_the_only_model_is_meant_where_none_is_named():
+    message = spec()
+    message.request.model = ""
+    assert decode(stored(message)).spec.model == "tiny"
 
 
 def test_a_request_without_a_spec_cannot_be_resumed():
