@@ -9,7 +9,7 @@ STAMP := $(VENV)/.installed
 
 .DEFAULT_GOAL := help
 .PHONY: help setup demo test test-kernels check-kernels bench bench-scheduler bench-control bench-gpu bench-host
-.PHONY: bench-drafts chaos
+.PHONY: bench-drafts bench-store chaos
 .PHONY: check format protos docs lock clean
 
 help: ## Say what there is
@@ -62,6 +62,9 @@ bench-drafts: $(STAMP) ## What speculation is worth: acceptance and speed-up on 
 
 bench-control: $(STAMP) ## What router and scheduler cost, with a worker that answers at once
 	@$(BIN)/python -m benchmarks.control $(ARGS)
+
+bench-store: $(STAMP) ## What it costs to keep requests in the store
+	@$(BIN)/python -m benchmarks.store $(ARGS)
 
 check: $(STAMP) ## Format, lint, types, layers, protos, sizes
 	$(BIN)/ruff format --check .

@@ -148,6 +148,7 @@ class Connection:
         self._clock = clock
         self._checked_at = clock()
         self._scripts: list[Script] = []
+        self._has_scripts = False
         self._refusal: ServiceError | None = None
 
     def add_script(self, source: str) -> Script:
@@ -187,12 +188,18 @@ class Connection:
             if before not in {None, master}:
                 # So that callers write again what the old master may have taken along.
                 raise redis.exceptions.ConnectionError(f"the master is at {master} now")
+        if not self._has_scripts:
+            await self._load_scripts()
         try:
             return await self._send(commands)
         except NoScriptError:
-            for script in self._scripts:
-                await self._client.script_load(script.source)
+            await self._load_scripts()
             return await self._send(commands)
+
+    async def _load_scripts(self) -> None:
+        for script in self._scripts:
+            await self._client.script_load(script.source)
+        self._has_scripts = True
 
     async def _send(self, commands: Sequence[Command]) -> list[Any]:
         client = cast("Any", self._client)

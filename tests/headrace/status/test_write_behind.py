@@ -8,7 +8,6 @@ from headrace.status.records import Update, Verdict, WriteOutcome
 from headrace.status.states import State, Writer
 from headrace.status.store import StatusStore
 from headrace.status.write_behind import Batch, WriteBehind
-from tests.headrace.waiting import until
 
 
 def update(state, request_id="r1", epoch=1, **known):
@@ -196,22 +195,6 @@ async def test_many_requests_go_out_in_few_batches(monkeypatch):
         assert await queue.flush(5)
     assert len(store.written) == 2000 / 50
     assert sum(map(len, store.written)) == num_requests
-
-
-async def test_the_writer_pauses_for_many_times_what_it_spends(monkeypatch):
-    pauses = []
-
-    async def note_pause(delay_s):
-        pauses.append(delay_s)
-        await asyncio.to_thread(lambda: None)
-
-    processor_time = iter(range(1000))
-    queue = behind(ScriptedStore(), processor_time=lambda: float(next(processor_time)))
-    monkeypatch.setattr(write_behind.asyncio, "sleep", note_pause)
-    async with running(queue):
-        queue.put(update(State.QUEUED))
-        # The clock says one second for each step of the writing.
-        await until(lambda: any(pause >= 99.0 for pause in pauses))
 
 
 async def test_a_spec_that_does_not_fit_is_left_out_of_its_record():

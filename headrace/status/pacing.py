@@ -1,4 +1,4 @@
-"""Measures the processor time of one coroutine among the others of its event loop."""
+"""Bounds the share of an event loop that one of its tasks takes."""
 
 from collections.abc import Callable, Coroutine, Generator
 from typing import Any, Generic, TypeVar
@@ -38,3 +38,28 @@ async def metered(
     What other tasks do while `work` waits is not counted; nor are tasks that `work` starts.
     """
     return await _Metered(work, processor_time)
+
+
+class Pace:
+    """Says how long a task must pause so that its work takes a share of the time, and no more.
+
+    Time that was not used gives credit for a burst, up to max_credit_s.
+    """
+
+    def __init__(
+        self, *, max_credit_s: float, max_pause_s: float, clock: Callable[[], float]
+    ) -> None:
+        """No pause exceeds max_pause_s; what is still owed then makes the next pauses longer."""
+        self._max_credit_s = max_credit_s
+        self._max_pause_s = max_pause_s
+        self._clock = clock
+        self._credit_s = max_credit_s
+        self._counted_at = clock()
+
+    def pause_s(self, spent_s: float, share: float) -> float:
+        """The pause after work that took spent_s; share is the work's part of the time."""
+        now = self._clock()
+        earned_s = (now - self._counted_at) * share
+        self._counted_at = now
+        self._credit_s = min(self._credit_s + earned_s, self._max_credit_s) - spent_s
+        return min(max(0.0, -self._credit_s / share), self._max_pause_s)
