@@ -129,6 +129,14 @@ class Router:
             raise outcomes.draining()
         self._gate.check_permit(tenant)
 
+    def discard(self, reservation: Reservation) -> bool:
+        """Forget a request that has ended and is only kept to be read; False for any other."""
+        request = reservation.request
+        if request is None or request.has_reader or not request.is_finished:
+            return False
+        self._close(request)
+        return True
+
     def max_prompt_tokens(self, model: str) -> int:
         """The longest prompt that a ready worker takes; 0 while none is ready."""
         capacities = self.pool.capacities(model, self._clock())

@@ -75,6 +75,8 @@ class TakeUps:
             stored = await self._load_soon(request_id)
         if (reservation := self._router.calls.get(request_id)) is not None:
             if reservation.body_sha256 != body_sha256:
+                if self._router.discard(reservation):
+                    return None
                 raise outcomes.duplicate(request_id)
             if reservation.request is None:
                 raise outcomes.being_read(request_id)

@@ -112,6 +112,8 @@ class Bench:
         assert (router.num_live, router.num_queued, router.num_in_flight) == (0, 0, 0)
         assert not router.live._requests
         assert not len(router.live._deadlines)
+        assert not len(router._orphans)
+        assert not router.num_paused
         assert (router._gate.permits.num_live, router._gate.num_reading) == (0, 0)
         assert router.pool.num_in_flight() == 0
         assert router._dispatcher.queue.load.num_tokens == 0

@@ -96,6 +96,9 @@ class Stack:
             or router.live._requests
             or router._gate.num_reading
             or len(router.live._deadlines)
+            or len(router._orphans)
+            or router._dispatcher._restraint.num_streams
+            or router.num_paused
             or router._dispatcher.queue.load.num_tokens
             or router.pool.num_in_flight()
         )

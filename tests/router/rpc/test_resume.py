@@ -105,6 +105,21 @@ async def test_a_kept_request_goes_on_without_its_caller_and_is_resumed(stack):
     assert len(stack.scheduler.submissions) == 1
 
 
+async def test_a_kept_answer_gives_its_id_to_another_message(stack):
+    call = stack.generate(request_id="kept", keep_on_disconnect=True)
+    stack.scheduler.is_paced = False
+    await stack.until(lambda: stack.router.calls.get("kept"))
+    call.cancel()
+    await stack.until(lambda: not stack.router.calls.get("kept").request.has_reader)
+    assert (await error_of(stack.generate("other", request_id="kept"))).reason == (
+        "DUPLICATE_REQUEST_ID"
+    )
+    stack.scheduler.resume()
+    await stack.until(lambda: stack.router.calls.get("kept").request.is_finished)
+    assert await stack.answer("other", request_id="kept")
+    assert stack.router.calls.get("kept") is None
+
+
 async def test_a_kept_request_does_not_end_with_the_deadline_of_its_call(stack):
     stack.scheduler.is_paced = False
     call = stack.generate(request_id="kept", keep_on_disconnect=True, timeout=0.3)
