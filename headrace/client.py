@@ -10,14 +10,12 @@ what to do. A stream whose connection or router is lost goes on by itself, witho
 cancelling the task, ends the request on the server.
 """
 
-import asyncio
 import contextlib
 import time
 import uuid
 from collections import defaultdict
 from collections.abc import AsyncGenerator, AsyncIterator, Sequence
 from contextlib import nullcontext
-from functools import partial
 from typing import Any, Self
 
 from opentelemetry.trace import SpanKind
@@ -29,7 +27,7 @@ from headrace.resuming import Received, ResumePolicy
 from headrace.service import telemetry
 from headrace.service.channels import ChannelConfig
 from headrace.service.errors import ServiceError
-from headrace.stream import SERVICE, RequestStream, Tell
+from headrace.stream import SERVICE, Ending, RequestStream, Tell
 from headrace.types import (
     AbortOutcome,
     ChatMessage,
@@ -57,7 +55,6 @@ __all__ = [
 ]
 
 _CALL_TIMEOUT_S = 15.0
-_END_TIMEOUT_S = 2.0
 
 
 class HeadraceClient:
@@ -85,6 +82,7 @@ class HeadraceClient:
         self._routers = Routers(target, config)
         self._policy = resume or ResumePolicy()
         self._tell = tell
+        self._ending = Ending(self.abort)
 
     async def __aenter__(self) -> Self:
         return self
@@ -93,7 +91,8 @@ class HeadraceClient:
         await self.aclose()
 
     async def aclose(self) -> None:
-        """Closes the channels; calls in progress are cancelled."""
+        """Ends requests whose streams are open, and closes the channels."""
+        await self._ending.close_all()
         await self._routers.aclose()
 
     def generate(
@@ -165,7 +164,7 @@ class HeadraceClient:
             Received(),
             request_id=request_id,
             generate=request,
-            abort=partial(self._end, request_id) if is_to_end else None,
+            ending=self._ending if is_to_end else None,
         )
         return stream.deltas()
 
@@ -243,12 +242,6 @@ class HeadraceClient:
         except UnreachableError:
             self._routers.leave(router)
             raise
-
-    async def _end(self, request_id: str) -> None:
-        """Aborts a request whose consumer has left."""
-        with contextlib.suppress(ServiceError, TimeoutError):
-            async with asyncio.timeout(_END_TIMEOUT_S):
-                await self.abort([request_id])
 
 
 def new_request_id() -> str:

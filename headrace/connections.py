@@ -92,21 +92,25 @@ class Routers:
         if not self._routers:
             raise ValueError(f"target: must be HOST:PORT or unix:PATH, or several, is {target!r}")
         self._current = 0
+        self.is_closed = False
 
     def __len__(self) -> int:
         return len(self._routers)
 
     @property
     def current(self) -> RouterChannel:
-        """The router to call."""
+        """The router to call; ServiceError when the client is closed."""
+        if self.is_closed:
+            raise ServiceError(grpc.StatusCode.CANCELLED, "CLOSED", "this client is closed")
         return self._routers[self._current]
 
     def leave(self, failed: RouterChannel) -> None:
         """Uses the next router, unless another caller has left this one already."""
-        if self.current is failed:
+        if self._routers[self._current] is failed:
             self._current = (self._current + 1) % len(self._routers)
 
     async def aclose(self) -> None:
         """Closes all channels."""
+        self.is_closed = True
         for router in self._routers:
             await router.aclose()

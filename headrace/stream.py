@@ -3,7 +3,7 @@
 import asyncio
 import contextlib
 import time
-from collections.abc import AsyncGenerator, Awaitable, Callable
+from collections.abc import AsyncGenerator, Awaitable, Callable, Sequence
 from dataclasses import replace
 from typing import Any
 
@@ -20,6 +20,40 @@ Tell = Callable[[str], None]
 
 SERVICE = "headrace.v1.Inference"
 _CONNECT_TIMEOUT_S = 10.0
+_ABORT_TIMEOUT_S = 2.0
+_MAX_ABORTED = 1000
+
+
+class Ending:
+    """Ends requests whose consumers leave: the end of a call does not end a request to resume."""
+
+    def __init__(self, abort: Callable[[Sequence[str]], Awaitable[object]]) -> None:
+        """abort is `HeadraceClient.abort`."""
+        self._abort = abort
+        self._open: set[str] = set()
+
+    def open(self, request_id: str) -> None:
+        """A stream begins."""
+        self._open.add(request_id)
+
+    async def close(self, request_id: str, *, is_over: bool) -> None:
+        """A stream ends, before its request or after it."""
+        if request_id in self._open:
+            self._open.remove(request_id)
+            if not is_over:
+                await self._end([request_id])
+
+    async def close_all(self) -> None:
+        """The client is closed."""
+        ids = sorted(self._open)
+        self._open.clear()
+        for begin in range(0, len(ids), _MAX_ABORTED):
+            await self._end(ids[begin : begin + _MAX_ABORTED])
+
+    async def _end(self, request_ids: Sequence[str]) -> None:
+        with contextlib.suppress(ServiceError, TimeoutError):
+            async with asyncio.timeout(_ABORT_TIMEOUT_S):
+                await self._abort(request_ids)
 
 
 class RequestStream:
@@ -34,7 +68,7 @@ class RequestStream:
         *,
         request_id: str,
         generate: Any = None,
-        abort: Callable[[], Awaitable[None]] | None = None,
+        ending: Ending | None = None,
     ) -> None:
         """
         Args:
@@ -44,14 +78,14 @@ class RequestStream:
             received: where to begin.
             request_id: the request.
             generate: the GenerateRequest; None reads a request that exists.
-            abort: ends the request, when the consumer leaves before its end.
+            ending: ends the request, when the consumer leaves before its end.
         """
         self._routers = routers
         self._tell = tell
         self._received = received
         self._request_id = request_id
         self._generate = generate
-        self._abort = abort
+        self._ending = ending
         self._outage = Outage(policy, len(routers), is_sent=generate is None)
         self._lost_at_s = 0.0
         self._num_resumes = 0
@@ -59,6 +93,8 @@ class RequestStream:
     async def deltas(self) -> AsyncGenerator[Delta, None]:
         """What has not come before; ServiceError when the request failed or cannot go on."""
         is_over = has_all = False
+        if self._ending is not None:
+            self._ending.open(self._request_id)
         try:
             while not is_over:
                 router, began_s = self._routers.current, time.monotonic()
@@ -75,9 +111,9 @@ class RequestStream:
                         raise self._final(error) from error.__cause__
                     await asyncio.sleep(wait_s)
         finally:
-            # The consumer left: by `break`, by an exception, or cancelled.
-            if not (is_over or has_all) and self._abort is not None:
-                await self._abort()
+            if self._ending is not None:
+                # Not over: the consumer left, by `break`, by an exception, or cancelled.
+                await self._ending.close(self._request_id, is_over=is_over or has_all)
 
     async def _call(self, router: RouterChannel) -> AsyncGenerator[Delta, None]:
         """One call, traced, with errors mapped; cancelled when the consumer stops."""
@@ -121,6 +157,8 @@ class RequestStream:
 
     def _lost(self, error: ServiceError, router: RouterChannel, began_s: float) -> float | None:
         """For how long to wait before the next call; None: the error is final."""
+        if self._routers.is_closed:
+            return None
         now_s = time.monotonic()
         wait_s = self._outage.wait_s(error, now_s - began_s)
         if wait_s is None:

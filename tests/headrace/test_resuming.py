@@ -333,6 +333,24 @@ async def test_leaving_at_the_end_aborts_nothing(cluster):
     assert not cluster.routers[0].aborted
 
 
+async def test_closing_the_client_ends_its_requests_and_their_streams(cluster):
+    client = HeadraceClient(cluster.proxies[0].address, resume=QUICK)
+    left = client.generate("hang", request_id="left")
+    read = client.generate("hang", request_id="read")
+    for stream in (left, read):
+        await anext(stream)
+    reading = asyncio.create_task(rest_of(read))
+    await client.aclose()
+    with pytest.raises(ServiceError):
+        await reading
+    await left.aclose()
+    assert sorted(cluster.routers[0].aborted) == ["left", "read"]
+    with pytest.raises(ServiceError, match="closed"):
+        await client.models()
+    with pytest.raises(ServiceError, match="closed"):
+        await anext(client.generate("to be"))
+
+
 async def test_leaving_while_the_connection_is_lost_aborts_on_the_other_router(cluster):
     _, stream = await begin(cluster)
     for router in cluster.routers:
