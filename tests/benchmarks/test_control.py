@@ -4,6 +4,7 @@ import pytest
 
 from benchmarks.control import paced, short_requests, shown, streams
 from benchmarks.deployment import bare_server, deployment
+from benchmarks.durability import compare
 from benchmarks.soak import soak
 
 pytestmark = [pytest.mark.system]
@@ -43,3 +44,11 @@ async def test_a_soak_aborts_one_in_twenty_and_weighs_the_store_too():
     result = await soak(200)
     assert result["aborted"] == 10
     assert {f"{name} memory" for name in ("store", "router", "scheduler")} <= result.keys()
+
+
+async def test_turns_with_and_without_a_store_have_the_same_tokens():
+    result = await compare(0.0, 5, 1)
+    assert result["turns"] == 1
+    assert result["tokens_per_s"].keys() == {"no store", "store"}
+    assert "store" in result["cpu_us, store"]
+    assert "store" not in result["cpu_us, no store"]
