@@ -1,4 +1,4 @@
-"""Services that are killed while requests run: each answer is what it would have been."""
+"""Services that are killed or told to stop while requests run: no answer changes."""
 
 import asyncio
 import os
@@ -76,6 +76,8 @@ async def running(tiny_model: Path) -> AsyncIterator[Running]:
         model_path=tiny_model,
         model_name="tiny",
         num_workers=2,
+        # Too short for a request that has just begun.
+        drain_timeout_s=0.1,
         worker_flags=("--num-threads", "1", "--num-kv-blocks", "200"),
     )
     async with (
@@ -85,17 +87,30 @@ async def running(tiny_model: Path) -> AsyncIterator[Running]:
         yield Running(pool, client, lines)
 
 
-@pytest.mark.parametrize("name", ["gpuworker-0", "gpuworker-1", "scheduler", "router", STORE])
-async def test_a_kill_changes_no_answer(running: Running, name: str) -> None:
+@pytest.mark.parametrize(
+    ("name", "number"),
+    [
+        ("gpuworker-0", signal.SIGKILL),
+        ("gpuworker-1", signal.SIGTERM),
+        ("scheduler", signal.SIGKILL),
+        ("scheduler", signal.SIGTERM),
+        ("router", signal.SIGKILL),
+        ("router", signal.SIGTERM),
+        (STORE, signal.SIGKILL),
+    ],
+)
+async def test_the_end_of_a_service_changes_no_answer(
+    running: Running, name: str, number: signal.Signals
+) -> None:
     await eventually(running.is_quiet)
     undisturbed = [answer.outputs for answer in await running.answers()]
     del running.lines[:]
     asking = asyncio.create_task(running.answers())
     await eventually(running.are_decoding)
-    killed = running.pid(name)
-    os.kill(killed, signal.SIGKILL)
+    ended = running.pid(name)
+    os.kill(ended, number)
     assert [answer.outputs for answer in await asking] == undisturbed
     if name != STORE:
         await until(lambda: any(f"{name} is back after" in line for line in running.lines))
-    assert running.pid(name) != killed
+    assert running.pid(name) != ended
     await eventually(running.is_quiet)
