@@ -1,5 +1,6 @@
 """A client that is `HeadraceClient`, which resumes by itself; what it gives is checked the same."""
 
+import asyncio
 from collections.abc import Iterable
 from typing import Any
 
@@ -44,6 +45,7 @@ async def read(received: Received, addresses: Iterable[str], tally: Tally) -> No
                 # Refused at the door: nothing is running yet.
                 if received.is_begun or error.code is not grpc.StatusCode.UNAVAILABLE:
                     raise FailedError(error) from error
+                await asyncio.sleep(error.retry_after_s or 0.1)
 
 
 def _sampling(request: inference_pb2.GenerateRequest) -> Sampling:
