@@ -60,9 +60,26 @@ def main(
     with tempfile.TemporaryDirectory(prefix="chaos-") as scratch:
         where = folder or Path(scratch)
         where.mkdir(parents=True, exist_ok=True)
-        asyncio.run(run(plan, where, tally))
+        asyncio.run(_run(plan, where, tally))
     print(report(plan, tally, time.monotonic() - began_s))
     sys.exit(bool(tally.violations))
+
+
+async def _run(plan: Run, folder: Path, tally: Tally) -> None:
+    """Runs it, and says every half a minute how it goes."""
+
+    async def tell() -> None:
+        while True:
+            await asyncio.sleep(30)
+            print(
+                f"{tally.num_sigkills} SIGKILLs, {tally.requests.total()} requests,"
+                f" {len(tally.violations)} violations",
+                flush=True,
+            )
+
+    telling = asyncio.create_task(tell())
+    await run(plan, folder, tally)
+    telling.cancel()
 
 
 def report(plan: Run, tally: Tally, elapsed_s: float) -> str:
