@@ -41,8 +41,9 @@ _MAX_BACKOFF_S = 2.0
 # The router's DISPATCHED and the scheduler's RUNNING race by milliseconds; a gap of seconds means
 # that the other writer is gone, or that the store has lost the record.
 _EARLY_PATIENCE_S = 5.0
-# What was written in so many seconds before a failure is written again.
+# What was written in so many seconds before a failure is written again, up to so many bytes.
 _REPEAT_S = 3.0
+_MAX_REPEAT_BYTES = 64 << 20
 # Older items mean that the store does not keep up.
 _MAX_LAG_S = 5.0
 
@@ -85,7 +86,8 @@ class WriteBehind:
         self._processor_time = processor_time
         self._lost: set[str] = set()
         # Written last, with the time; the store may lose them when it fails.
-        self._written: deque[tuple[float, dict[str, Chain]]] = deque()
+        self._written: deque[tuple[float, int, dict[str, Chain]]] = deque()
+        self._num_written_bytes = 0
         self._has_work = asyncio.Event()
         self._is_idle = asyncio.Event()
         self._is_idle.set()
@@ -267,9 +269,13 @@ class WriteBehind:
         now = self._clock()
         fresh = {name: chain for name, chain in chains.items() if not chain.is_repeated}
         if fresh:
-            self._written.append((now, fresh))
-        while self._written and now - self._written[0][0] > _REPEAT_S:
-            self._written.popleft()
+            num_bytes = sum(chain.num_bytes for chain in fresh.values())
+            self._written.append((now, num_bytes, fresh))
+            self._num_written_bytes += num_bytes
+        while self._written and (
+            now - self._written[0][0] > _REPEAT_S or self._num_written_bytes > _MAX_REPEAT_BYTES
+        ):
+            self._num_written_bytes -= self._written.popleft()[1]
 
     def _repeat_written(self) -> None:
         """Queues again what was written just before the store failed.
@@ -278,7 +284,8 @@ class WriteBehind:
         acknowledged. Writing twice does no harm.
         """
         while self._written:
-            _, chains = self._written.pop()
+            _, num_bytes, chains = self._written.pop()
+            self._num_written_bytes -= num_bytes
             for chain in chains.values():
                 chain.is_repeated = True
             self._queue.put_back(chains)
