@@ -20,7 +20,7 @@ from router.core.pauses import PauseVerdict, UnreadLimits
 from router.core.placement import Need, WorkerKey, WorkerPool
 from router.core.policies.order import QueueEntry
 from router.core.service_rate import ServiceRate
-from router.core.suspects import Suspects
+from router.core.suspects import TRIAL_TOKENS, Suspects
 from router.core.turns import turns
 from router.fates import Ended, Failed, Moved, Outcome, Paused
 from router.flights import Flights
@@ -191,9 +191,8 @@ class Dispatcher:
         A completion that seems to be why schedulers are lost fails instead.
         """
         taken, was_draining = self._flights.disconnect(link)
-        # A scheduler that was shutting down died of no request, and a paused completion takes no
-        # part in steps.
-        suspects = () if was_draining else [c.key for c in taken if not c.is_paused]
+        # A scheduler that was shutting down died of no request.
+        suspects = () if was_draining else [c.key for c in taken if self._is_suspect(c)]
         culprit = self._suspects.blame(suspects)
         for completion in taken:
             completion.owner = Owner(link.scheduler_id, completion.worker_id)
@@ -204,6 +203,16 @@ class Dispatcher:
             if completion.key == culprit or completion.num_dispatches >= _MAX_DISPATCHES
         ]
         return failed or self.dispatch()
+
+    def _is_suspect(self, completion: ClientCompletion) -> bool:
+        """Whether a completion may be why its scheduler was lost.
+
+        A paused completion takes no part in steps, and one that ran well there has passed.
+        """
+        if len(completion.token_ids) - completion.num_sent_tokens >= TRIAL_TOKENS:
+            self._suspects.clear(completion.key)
+            return False
+        return not completion.is_paused
 
     def on_step(self, outputs: StepOutputs) -> Sequence[Outcome]:
         """Apply one step's outputs; completions that the router ended are unknown and skipped."""

@@ -54,6 +54,7 @@ class Flights:
         completion.link = self._links[worker.scheduler]
         completion.num_dispatches += 1
         completion.is_admitted = False
+        completion.num_sent_tokens = len(completion.token_ids)
         self.by_handle[completion.handle] = completion
         completion.sent = self.pool.send(worker, need)
         completion.link.submit(completion)

@@ -95,8 +95,8 @@ class ClientCompletion:
     __slots__ = (
         "epoch", "finish", "first_token", "handle", "has_echoed", "index", "is_admitted",
         "is_paused", "key", "link", "logprobs", "max_unread_tokens", "num_cached_tokens",
-        "num_dispatches", "num_streamed", "num_unwanted_logprobs", "owner", "priority",
-        "prompt_logprobs", "request", "request_id", "sent", "text", "token_ids",
+        "num_dispatches", "num_sent_tokens", "num_streamed", "num_unwanted_logprobs", "owner",
+        "priority", "prompt_logprobs", "request", "request_id", "sent", "text", "token_ids",
     )  # fmt: skip
 
     def __init__(
@@ -123,6 +123,7 @@ class ClientCompletion:
         self.is_admitted = False
         self.is_paused = False  # until its client has read
         self.num_dispatches = 0
+        self.num_sent_tokens = 0  # how many of token_ids its scheduler got with it
         self.num_cached_tokens = 0
         self.token_ids = array("i")  # everything generated, over all epochs
         self.max_unread_tokens = 0  # set by the dispatcher

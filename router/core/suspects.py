@@ -1,14 +1,14 @@
 """Which requests are held back after schedulers were lost with them, and which request to blame.
 
 A request that kills its scheduler would be dispatched to the next scheduler, and the next. A lost
-scheduler does not tell which of its requests was the cause, so each of them gets a loss. After one
-loss a request is dispatched again like any other. After two losses the request is held back and
-then tried: while a group of requests is on trial, the other suspects wait. A request passes its
-trial with TRIAL_TOKENS new tokens, or by ending or being paused before that, and is no longer a
-suspect. Groups begin with one request and double with each group that passes, so that many
-innocent requests soon run again. A scheduler that is lost with requests on trial counts as a loss
-for those alone, and they are tried next, each by itself. A request that is blamed alone, with
-MAX_LOSSES losses, is to blame.
+scheduler does not tell which of its requests was the cause, so each of them gets a loss, except
+those that got TRIAL_TOKENS new tokens there. After one loss a request is dispatched again like any
+other. After two losses the request is held back and then tried: while a group of requests is on
+trial, the other suspects wait. A request passes its trial with TRIAL_TOKENS new tokens, or by
+ending or being paused before that, and is no longer a suspect. Groups begin with one request and
+double with each group that passes, so that many innocent requests soon run again. A scheduler that
+is lost with requests on trial counts as a loss for those alone, and they are tried next, each by
+itself. A request that is blamed alone, with MAX_LOSSES losses, is to blame.
 """
 
 from collections import OrderedDict

@@ -83,6 +83,18 @@ def test_a_request_that_always_gets_far_before_it_kills_is_not_sent_for_ever():
     cluster.close()
 
 
+def test_a_request_that_runs_well_is_not_blamed_for_schedulers_that_are_lost_beside_it():
+    cluster = Cluster()
+    request = cluster.enter("alone", max_tokens=1000)
+    for _ in range(8):
+        for _ in range(TRIAL_TOKENS):
+            cluster.bench.step()
+        cluster.lose()
+    assert request.error is None
+    assert set(cluster.running) == {"alone"}
+    cluster.close()
+
+
 def test_the_completions_of_a_killer_fail_together():
     cluster = Cluster()
     killer = cluster.enter("killer", n=4)
