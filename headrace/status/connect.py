@@ -14,6 +14,7 @@ No client retries: a retried command can stay with a dead master and be written 
 
 import asyncio
 import logging
+import math
 import time
 from collections.abc import Callable, Coroutine, Sequence
 from hashlib import sha1
@@ -147,6 +148,8 @@ class Connection:
         self._timeout_s = timeout_s * (_MAX_HOPS if has_hops else 1)
         self._clock = clock
         self._checked_at = clock()
+        # When a call last failed, on `clock`.
+        self.failed_at = -math.inf
         self._scripts: list[Script] = []
         self._has_scripts = False
         self._refusal: ServiceError | None = None
@@ -172,6 +175,7 @@ class Connection:
                 return await _cancellable(self._run(commands))
         # OSError: redis-py lets a dying connection's error through unwrapped.
         except (RedisError, OSError) as error:
+            self.failed_at = self._clock()
             await self._note(error)
             failure = _as_service_error(error)
             if failure.reason == "STORE_REFUSED":

@@ -28,7 +28,7 @@ LEASE_TTL_S = 10.0
 _LEASE_PERIOD_S = 3.0
 _LEASE_RETRY_S = 1.0
 # A missing lease proves a death only after every living process had time to renew its own since
-# the store was last away.
+# the store was last away or, by any call of ours, failed over.
 _GRACE_S = LEASE_TTL_S
 _PAGE = 128
 
@@ -49,6 +49,7 @@ class LiveIndex:
         self, connection: Connection, keys: Keys, *, ttl_s: float, clock: Callable[[], float]
     ) -> None:
         """ttl_s: how long a set is kept after its last change; clock: monotonic seconds."""
+        self._connection = connection
         self._call = connection.call
         self._hold = connection.add_script(HOLD_LEASE)
         self._read = connection.add_script(read_script())
@@ -113,8 +114,10 @@ class LiveIndex:
         holder = await self.incarnation_of(role, name)
         if holder:
             return bool(incarnation) and holder != incarnation
-        since = self._holds_since
-        return since is not None and self._clock() - since >= _GRACE_S
+        if self._holds_since is None:
+            return False
+        since = max(self._holds_since, self._connection.failed_at)
+        return self._clock() - since >= _GRACE_S
 
     def additions(self, updates: Sequence[Update]) -> list[Command]:
         """Commands that enter new requests into their routers' sets."""

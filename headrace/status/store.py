@@ -261,7 +261,7 @@ class _Backend:
         """ttls_s: of live and of ended requests; clocks: monotonic and since the epoch."""
         ttls_ms = {"live_ttl_ms": int(ttls_s[0] * 1000), "ended_ttl_ms": int(ttls_s[1] * 1000)}
         keys = Keys(prefix)
-        self.connection = Connection(url, timeout_s)
+        self.connection = Connection(url, timeout_s, clock=clocks[0])
         self.live = LiveIndex(self.connection, keys, ttl_s=ttls_s[0], clock=clocks[0])
         self.batches = BatchWriter(
             self.connection, keys, self.live, writer, write_script(writer, **ttls_ms)

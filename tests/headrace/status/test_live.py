@@ -114,6 +114,18 @@ async def test_a_missing_lease_means_death_once_everyone_had_time_to_renew(route
         assert not await router.is_dead("router", "me", "m1")
 
 
+async def test_a_failure_of_any_call_gives_everyone_time_again(router, client, clock):
+    async with holding(router, "router", "me", "m1"):
+        clock.now += live.LEASE_TTL_S
+        assert await router.is_dead("router", "gone", "g1")
+        await client.set("headrace:2:{r1}:status#0", "not a hash", ex=1000)
+        with pytest.raises(ServiceError):
+            await router.get("r1")
+        assert not await router.is_dead("router", "gone", "g1")
+        clock.now += live.LEASE_TTL_S
+        assert await router.is_dead("router", "gone", "g1")
+
+
 async def test_a_store_that_was_away_gives_everyone_time_again(
     router, embedded, clock, monkeypatch
 ):
