@@ -30,7 +30,8 @@ async def holding(store, role, name, incarnation):
     try:
 
         async def is_held():
-            return await store.incarnation_of(role, name) == incarnation
+            is_there = await store.incarnation_of(role, name) == incarnation
+            return is_there and store._backend.live._holds_since is not None
 
         await eventually(is_held)
         yield
