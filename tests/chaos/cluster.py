@@ -29,13 +29,15 @@ _POLL_S = 0.01
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Shape:
-    """What to run. An empty model is the stub; `broken` names what is wrong on purpose."""
+    """What to run. An empty model is the stub; wrapper starts routers and schedulers, and is told
+    which service to start.
+    """
 
     store: str = "single"
     model: str = ""
     model_name: str = stub_model.MODEL
     step_ms: float = 20.0
-    broken: str = ""
+    wrapper: Sequence[str] = ()
     router_flags: Sequence[str] = ()
     scheduler_flags: Sequence[str] = ()
     worker_flags: Sequence[str] = ()
@@ -196,8 +198,8 @@ class Cluster:
             await self._link("client", router)
 
     def _add(self, name: str, *command: str) -> None:
-        if self.shape.broken and name not in WORKERS:
-            command = ("tests.chaos.broken", self.shape.broken, *command)
+        if name not in WORKERS:
+            command = (*self.shape.wrapper, *command)
         self.services[name] = Service(name, self.folder, command)
 
     def _worker_command(self, worker: str) -> tuple[str, ...]:

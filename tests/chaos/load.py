@@ -46,6 +46,8 @@ class Client:
         self._tally = tally
         self._ended = finish_by_name
         self._addresses = addresses
+        self.comes_back: asyncio.Event | None = None  # if not soon
+        self.is_away = False
         self._channels = {
             router: grpc.aio.insecure_channel(address, options=_CHANNEL)
             for router, address in addresses.items()
@@ -131,7 +133,11 @@ class Client:
         """Closes its call, and comes back at either router."""
         await reader.read(self._middle(reader.received))
         self._tally.ended(reader.received.wanted.request.request_id)
-        await asyncio.sleep(self._rng.uniform(0, 1.5))
+        if self.comes_back is None:
+            await asyncio.sleep(self._rng.uniform(0, 1.5))
+        else:
+            self.is_away = True
+            await self.comes_back.wait()
         reader.router = self._rng.choice(list(self._stubs))
         await reader.read()
 

@@ -39,7 +39,7 @@ async def run(plan: Run, folder: Path, tally: Tally) -> None:
     """Runs it and counts into the tally."""
     ended: dict[str, Received] = {}
     async with Cluster(plan.shape, folder) as cluster:
-        await _until_ready(cluster)
+        await until_ready(cluster)
         draw = await prepare(cluster.address(ROUTERS[0])) if plan.shape.model else _drawer(plan)
         deadline = time.monotonic() + plan.run_s
 
@@ -72,7 +72,7 @@ def _drawer(plan: Run) -> Callable[[Random, str], wanted.Wanted]:
     return lambda rng, request_id: wanted.draw(rng, request_id, plan.behaviours)
 
 
-async def _until_ready(cluster: Cluster) -> None:
+async def until_ready(cluster: Cluster) -> None:
     """Waits until each router has all workers."""
     for router in ROUTERS:
         async with asyncio.timeout(PATIENCE_S):

@@ -49,7 +49,9 @@ def test_the_checker_sees_what_is_broken_on_purpose(tmp_path, broken, does, says
         behaviours=frozenset({does}),
         patience_s=2.0,
         ends_at_violation=True,
-        shape=Shape(broken=broken, scheduler_flags=("--orphan-ttl-s", "1")),
+        shape=Shape(
+            wrapper=("tests.chaos.broken", broken), scheduler_flags=("--orphan-ttl-s", "1")
+        ),
     )
     violations, _ = violations_of(plan, tmp_path)
     assert any(says in violation for violation in violations), violations
