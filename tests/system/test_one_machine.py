@@ -131,6 +131,19 @@ def test_status_and_explain_tell_how_a_request_ended(server):
     assert [kinds[0]["kind"], kinds[-1]["kind"]] == ["ADDED", "FINISHED"]
 
 
+def test_an_answer_can_be_read_again_from_any_token(server):
+    name = f"again-{os.getpid()}"
+    options = ("--max-tokens", "12", "--temperature", "0", "--request-id", name)
+    answer = headrace("generate", "Once upon a time", *options, server=server).stdout
+    assert until(lambda: headrace("resume", name, server=server).stdout) == answer
+    later = headrace("resume", name, "--from-token", "5", "--json", server=server)
+    (output,) = json.loads(later.stdout)["outputs"]
+    assert len(output["token_ids"]) == 7
+    assert answer.removesuffix("\n").endswith(output["text"])
+    record = json.loads(headrace("status", name, "--json", server=server).stdout)
+    assert (record["router_id"], record["worker_id"]) == ("router-0", "worker-0")
+
+
 @pytest.mark.parametrize("number", [signal.SIGINT, signal.SIGKILL])
 def test_a_client_that_leaves_frees_its_blocks(server, number):
     process = start("generate", "Once upon a time", "--max-tokens", "400", "--server", server)
