@@ -99,11 +99,19 @@ def top(interval_s: float, **arguments: Any) -> None:
 
 
 async def _watch(interval_s: float, arguments: dict[str, Any]) -> None:
+    from headrace.connections import UnreachableError
+
     before = _CLEAR_SCREEN if sys.stdout.isatty() else ""
     async with open_client(arguments) as client:
+        text = _pool_text(await client.pool())
         while True:
-            click.echo(before + _pool_text(await client.pool()))
+            click.echo(before + text)
             await asyncio.sleep(interval_s)
+            try:
+                text = _pool_text(await client.pool())
+            except UnreachableError as error:
+                # A router that has answered may come back.
+                text = f"{error.message}; trying again"
 
 
 def _pool_text(found: "PoolInfo") -> str:

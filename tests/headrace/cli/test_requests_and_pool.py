@@ -3,10 +3,12 @@
 import asyncio
 import json
 import signal
+import sys
 
 import pytest
 
 from tests.headrace import fake_inference
+from tests.headrace.tcp_proxy import TcpProxy
 
 
 def test_abort_says_what_it_found_and_fails_for_the_unknown(headrace):
@@ -104,3 +106,28 @@ def test_top_goes_on_until_ctrl_c(command):
     process.send_signal(signal.SIGINT)
     _, errors = process.communicate(timeout=60)
     assert (process.returncode, errors) == (130, b"")
+
+
+@pytest.mark.system
+async def test_top_waits_for_a_router_that_is_started_again():
+    _, server, address = await fake_inference.start()
+    async with TcpProxy(address) as proxy:
+        process = await asyncio.create_subprocess_exec(
+            *(sys.executable, "-m", "headrace", "top", "--interval-s", "0.1"),
+            *("--server", proxy.address),
+            stdout=asyncio.subprocess.PIPE,
+        )
+
+        async def shown(text):
+            while text not in await process.stdout.readline():
+                pass
+
+        await shown(b"in the router")
+        await proxy.refuse()
+        await shown(b"; trying again")
+        await proxy.listen()
+        await shown(b"in the router")
+        process.send_signal(signal.SIGINT)
+        await process.communicate()
+        assert process.returncode == 130
+    await server.stop(0)
