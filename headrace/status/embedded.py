@@ -28,7 +28,8 @@ from headrace.service.private_dir import private_dir
 
 logger = logging.getLogger(__name__)
 
-_READY_TIMEOUT_S = 10.0
+# A full store is read from its file in some ten seconds.
+_READY_TIMEOUT_S = 60.0
 _POLL_S = 0.01
 _STOP_TIMEOUT_S = 5.0
 _FIRST_BACKOFF_S = 0.1
@@ -37,6 +38,13 @@ _MAX_BACKOFF_S = 5.0
 _LOCK_TIMEOUT_S = 5.0
 # Records that have ended make room by their TTL; until then, no new ones are taken.
 _MAX_MEMORY = "1gb"
+# What the server says of files whose content makes no sense.
+_SIGNS_OF_DAMAGE = (
+    "Bad file format reading the append only file",
+    "Unexpected end of file reading the append only file",
+    "Invalid AOF manifest file",
+    "rdb file reading failure",
+)
 # A server that ran this long was healthy, so the restart backoff is reset.
 _WELL_AFTER_S = 10.0
 
@@ -124,7 +132,12 @@ class EmbeddedStore:
             if self._data_dir is None:
                 self._data_dir = self._private_dir / "data"
             await self._lock_data(self._data_dir)
-            await self._start(server)
+            try:
+                await self._start(server)
+            except EmbeddedStoreError:
+                if not self._set_damaged_aside(self._data_dir / "appendonlydir"):
+                    raise
+                await self._start(server)
         except BaseException:
             await self._end(signal.SIGKILL)
             self._cleanup.close()
@@ -200,6 +213,21 @@ class EmbeddedStore:
             raise EmbeddedStoreError(
                 f"{server} did not answer in {_READY_TIMEOUT_S:g} s: {self._said()}"
             ) from None
+
+    def _set_damaged_aside(self, folder: Path) -> bool:
+        """Renames files that the server cannot read, after a power cut perhaps; whether it did."""
+        said = self._said()
+        if not any(sign in said for sign in _SIGNS_OF_DAMAGE):
+            return False
+        aside = folder.with_suffix(".damaged")
+        shutil.rmtree(aside, ignore_errors=True)
+        folder.rename(aside)
+        logger.warning(
+            "the store's file is damaged: its records are set aside in %s, and the store starts"
+            " without them",
+            aside,
+        )
+        return True
 
     async def _supervise(self, server: Path) -> None:
         """Restarts the server whenever it dies."""

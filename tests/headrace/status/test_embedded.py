@@ -75,6 +75,23 @@ async def test_a_data_folder_that_is_given_outlives_it(tmp_path):
     assert count == 2
 
 
+async def test_a_damaged_file_is_set_aside(tmp_path, caplog):
+    for _ in range(2):
+        async with (
+            EmbeddedStore(tmp_path) as server,
+            redis.asyncio.Redis.from_url(server.url) as client,
+        ):
+            assert await client.get("key") is None
+            await client.set("key", "value", ex=1000)
+            await client.set("other", "value", ex=1000)
+        (file,) = (tmp_path / "appendonlydir").glob("*.incr.aof")
+        content = bytearray(file.read_bytes())
+        content[60:70] = bytes(10)
+        file.write_bytes(content)
+    assert (tmp_path / "appendonlydir.damaged").exists()
+    assert "set aside" in caplog.text
+
+
 async def test_a_data_folder_has_one_store_at_a_time(tmp_path, monkeypatch):
     monkeypatch.setattr(embedded_module, "_LOCK_TIMEOUT_S", 0.0)
     async with EmbeddedStore(tmp_path / "data"):
