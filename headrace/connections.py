@@ -20,6 +20,10 @@ from headrace.v1 import inference_pb2_grpc
 UNREACHABLE = "UNREACHABLE"
 CANCELLED = "CANCELLED"
 
+# A router that is gone without a word answers no attempt to connect; there may be others.
+_CONNECT_TIMEOUT_S = 10.0
+_CONNECTING = {grpc.ChannelConnectivity.IDLE, grpc.ChannelConnectivity.CONNECTING}
+
 
 class RouterChannel:
     """A router's address and channel; the channel is opened at the first call."""
@@ -37,6 +41,22 @@ class RouterChannel:
             self._channel = open_channel(self.address, self._config)
             self._stub = inference_pb2_grpc.InferenceStub(self._channel)
         return self._stub
+
+    async def connect(self) -> None:
+        """Waits while a connection is being made; UnreachableError when that takes too long.
+
+        A connection that was refused is for the next call to report.
+        """
+        assert self.stub is not None
+        channel = self._channel
+        assert channel is not None, "opened with the stub"
+        try:
+            async with asyncio.timeout(_CONNECT_TIMEOUT_S):
+                while (state := channel.get_state(try_to_connect=True)) in _CONNECTING:
+                    await channel.wait_for_state_change(state)
+        except TimeoutError:
+            text = f"no connection to {self.address} within {_CONNECT_TIMEOUT_S:g} s"
+            raise UnreachableError(text, has_connected=False) from None
 
     async def aclose(self) -> None:
         """Closes the channel; calls in progress are cancelled."""

@@ -10,7 +10,7 @@ from typing import Any
 from opentelemetry.trace import SpanKind
 
 from headrace import messages
-from headrace.connections import RouterChannel, Routers, UnreachableError
+from headrace.connections import RouterChannel, Routers
 from headrace.resuming import Outage, Received, ResumePolicy
 from headrace.service import telemetry
 from headrace.service.errors import ServiceError
@@ -19,7 +19,6 @@ from headrace.types import Delta
 Tell = Callable[[str], None]
 
 SERVICE = "headrace.v1.Inference"
-_CONNECT_TIMEOUT_S = 10.0
 _ABORT_TIMEOUT_S = 2.0
 _MAX_ABORTED = 1000
 
@@ -120,10 +119,12 @@ class RequestStream:
         method, request = self._next_request()
         # Not made current: a generator shares its consumer's context between two yields.
         span = telemetry.begin_span(f"{SERVICE}/{method}", kind=SpanKind.CLIENT)
-        call = getattr(router.stub, method)(request, metadata=telemetry.outgoing_metadata(span))
+        call = None
         try:
+            await router.connect()
             with router.errors():
-                await _connected(call)
+                metadata = telemetry.outgoing_metadata(span)
+                call = getattr(router.stub, method)(request, metadata=metadata)
                 async for response in call:
                     for delta in messages.to_deltas(response):
                         yield delta
@@ -131,8 +132,9 @@ class RequestStream:
             telemetry.note_error(span, error)
             raise
         finally:
-            # Leaving `async for` does not end the call, not even when it is garbage.
-            call.cancel()
+            if call is not None:
+                # Leaving `async for` does not end the call, not even when it is garbage.
+                call.cancel()
             span.end()
 
     def _next_request(self) -> tuple[str, Any]:
@@ -182,13 +184,3 @@ class RequestStream:
             field=error.field,
             retry_after_s=error.retry_after_s,
         )
-
-
-async def _connected(call: Any) -> None:
-    """Waits until the call's request is on its way."""
-    try:
-        async with asyncio.timeout(_CONNECT_TIMEOUT_S):
-            await call.wait_for_connection()
-    except TimeoutError:
-        text = f"no connection within {_CONNECT_TIMEOUT_S:g} s"
-        raise UnreachableError(text, has_connected=False) from None

@@ -1,9 +1,9 @@
 """A router without a model behind it: real gRPC, scripted answers.
 
 What it does is in the prompt: "hang" streams one delta and waits, "flood" streams until the client
-leaves, "gate" waits until the test opens the gate, "refuse" and "full" are errors; anything else is
-echoed word by word, one token each. Several fakes can share their requests, as routers do through
-the store. Run as a program it prints its address.
+leaves, "gate" waits until the test opens the gate, "late" does so before its token, "refuse" and
+"full" are errors; anything else is echoed word by word, one token each. Several fakes can share
+their requests, as routers do through the store. Run as a program it prints its address.
 """
 
 import asyncio
@@ -198,6 +198,8 @@ class FakeInference(inference_pb2_grpc.InferenceServicer):
             yield self._response(request, inference_pb2.OutputDelta(text="> "))
         for i, word in enumerate(words):
             text = word if i == len(words) - 1 else word + " "
+            if word == "late":
+                await self.gate.wait()
             for index in completions:
                 yield self._response(request, self._output(request, index, i, text))
                 if word == "gate" and index == 0:

@@ -325,6 +325,19 @@ async def test_leaving_early_aborts_a_request_that_a_lost_connection_would_not(c
     assert cluster.routers[0].aborted == ["r1"]
 
 
+async def test_a_first_token_may_come_later_than_a_connection(cluster, monkeypatch):
+    await cluster.client.models()
+    monkeypatch.setattr("headrace.connections._CONNECT_TIMEOUT_S", 0.05)
+    deltas = cluster.client.generate("late", request_id="r1")
+    first = asyncio.ensure_future(anext(deltas))
+    await cluster.routers[0].wait_for_state("r1", "RUNNING")
+    done, _ = await asyncio.wait({first}, timeout=0.2)
+    assert not done
+    cluster.routers[0].gate.set()
+    assert (await first).token_ids
+    await deltas.aclose()
+
+
 async def test_leaving_at_the_end_aborts_nothing(cluster):
     async with aclosing(cluster.client.generate("to be", request_id="r1")) as deltas:
         async for delta in deltas:
