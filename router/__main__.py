@@ -131,7 +131,7 @@ async def serve(
             max_prompt_bytes=router.max_prompt_bytes,
         )
         lost = Recovery(
-            *(live, take_ups, store, models),
+            *(live, take_ups, store),
             identity=identity,
             max_recoveries=recovery.max_recoveries,
         )
@@ -180,7 +180,7 @@ def build_take_ups(
 ) -> TakeUps:
     """What finds the requests that callers come back to."""
     decode = functools.partial(stored_spec.decode, models=models)
-    return TakeUps(router, store, identity, decode=decode, body_of=stored_spec.body_of)
+    return TakeUps(router, store, identity, models, decode=decode, body_of=stored_spec.body_of)
 
 
 def load_models(

@@ -11,7 +11,7 @@ import asyncio
 import logging
 import random
 import time
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Sequence
 
 from headrace.service.errors import ServiceError
 from headrace.status.records import Record, Stored
@@ -22,7 +22,6 @@ from router.revival import Origin
 from router.router import Router
 from router.status_log import Identity
 from router.take_up import TakeUps
-from router.text.tokenizer import ModelText
 
 logger = logging.getLogger(__name__)
 
@@ -41,7 +40,6 @@ class Recovery:
         router: Router,
         take_ups: TakeUps,
         store: StatusStore,
-        models: Mapping[str, ModelText],
         *,
         identity: Identity,
         max_recoveries: int,
@@ -51,7 +49,6 @@ class Recovery:
         self._router = router
         self._take_ups = take_ups
         self._store = store
-        self._models = models
         self._identity = identity
         self._max_recoveries = max_recoveries
         self._wall_clock = wall_clock
@@ -123,7 +120,7 @@ class Recovery:
             return  # until there is room
         claimed = await self._take_ups.claim(stored, State.QUEUED, is_recovery=True)
         if claimed is not None:
-            tokenizer = self._models[origin.spec.model].tokenizer
+            tokenizer = self._take_ups.tokenizer(origin)
             self._router.recover(self._take_ups.decode(claimed), tokenizer)
             logger.info("recovered %s", stored.request_id)
 

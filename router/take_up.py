@@ -7,8 +7,9 @@ awaits between the last look at the router and the return.
 """
 
 import asyncio
-from collections.abc import Callable, Sequence
-from dataclasses import replace
+import contextlib
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass, replace
 
 from headrace.service.errors import ServiceError
 from headrace.status.records import Stored
@@ -19,12 +20,21 @@ from router.request import ClientRequest
 from router.revival import Origin, Past, remembered
 from router.router import Router
 from router.status_log import Identity
+from router.text.tokenizer import ModelText, TextTokenizer
 
 _MAX_TRIES = 8
 # A new call waits this long for the store to say whether it repeats an earlier call.
 _REPEATED_TIMEOUT_S = 0.5
 
 FirstTokens = Callable[[Origin], Sequence[int]]
+
+
+@dataclass(frozen=True, slots=True)
+class _Found:
+    """A request, and whether it was claimed for this router."""
+
+    origin: Origin
+    is_claimed: bool
 
 
 class TakeUps:
@@ -35,11 +45,14 @@ class TakeUps:
         router: Router,
         store: StatusStore,
         identity: Identity,
+        models: Mapping[str, ModelText],
         *,
         decode: Callable[[Stored], Origin],
         body_of: Callable[[Stored], bytes],
     ) -> None:
         """decode raises the ServiceError that says why a stored request cannot be taken up."""
+        self._models = models
+        self._searches: set[asyncio.Task[_Found]] = set()
         self._router = router
         self._store = store
         self._identity = identity
@@ -48,6 +61,29 @@ class TakeUps:
 
     async def find(self, request_id: str, first_tokens: FirstTokens) -> Origin:
         """A request to take up at once, live or ended; raises NOT_FOUND for an unknown one."""
+        search = asyncio.create_task(self._find(request_id, first_tokens))
+        self._searches.add(search)
+        search.add_done_callback(self._searches.discard)
+        try:
+            return (await asyncio.shield(search)).origin
+        except asyncio.CancelledError:
+            search.add_done_callback(self._abandon)
+            raise
+
+    def tokenizer(self, origin: Origin) -> TextTokenizer:
+        """The tokenizer of a request's model."""
+        return self._models[origin.spec.model].tokenizer
+
+    def _abandon(self, search: "asyncio.Task[_Found]") -> None:
+        """A caller that left while its request was claimed has left the request too."""
+        if search.cancelled() or search.exception() is not None or not search.result().is_claimed:
+            return
+        origin = search.result().origin
+        call = self._router.take_up(origin, from_the_beginning(origin), self.tokenizer(origin))
+        with contextlib.suppress(asyncio.CancelledError, ServiceError), call:
+            raise asyncio.CancelledError
+
+    async def _find(self, request_id: str, first_tokens: FirstTokens) -> "_Found":
         for _ in range(_MAX_TRIES):
             stored = await self._load(request_id, first_tokens)
             origin = None if stored is None else self._read(stored)
@@ -58,11 +94,12 @@ class TakeUps:
             first_tokens(origin)
             if self._here(request_id) is None:
                 self._router.check_take_up(origin.spec.tenant)
-            if stored is not None and stored.is_live:
+            is_claimed = stored is not None and stored.is_live
+            if stored is not None and is_claimed:
                 stored = await self.claim(stored, State.QUEUED)
                 if stored is None:
                     continue
-            return self._merge(request_id, stored, first_tokens)
+            return _Found(self._merge(request_id, stored, first_tokens), is_claimed)
         raise outcomes.contested(request_id)
 
     async def find_repeated(self, request_id: str, body_sha256: bytes) -> Origin | None:

@@ -145,7 +145,7 @@ class InferenceService:
         self, origin: Origin, first_tokens: Sequence[int], context: Any
     ) -> None:
         """Take a request up and stream it, from the given token of each completion."""
-        tokenizer = self._services.models[origin.spec.model].tokenizer
+        tokenizer = self._services.take_ups.tokenizer(origin)
         with (
             self._router.take_up(origin, first_tokens, tokenizer) as live,
             spans.resumption(origin.spec, context) as span,

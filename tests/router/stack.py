@@ -148,7 +148,7 @@ async def running_stack(
             max_prompt_bytes=config.max_prompt_bytes,
         )
         lost = Recovery(
-            *(router, take_ups, store, models),
+            *(router, take_ups, store),
             identity=identity,
             max_recoveries=recovery.max_recoveries,
         )

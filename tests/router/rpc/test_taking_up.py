@@ -163,3 +163,39 @@ async def test_a_request_that_waits_in_one_router_is_aborted_from_another():
         await asyncio.gather(
             *(cluster.a.rest(c) for k, c in enumerate(calls) if queued != f"r-{k}")
         )
+
+
+@pytest.mark.parametrize("is_kept", [True, False])
+async def test_a_caller_that_leaves_while_its_request_is_claimed_leaves_it_to_nobody(
+    is_kept, monkeypatch
+):
+    """The claim is made all the same: the request goes on if it is kept, and ends if not."""
+    async with running_cluster(script=script) as cluster:
+        for scheduler in cluster.schedulers:
+            scheduler.limit = 3
+        call = cluster.a.generate(request_id="r", keep_on_disconnect=is_kept)
+        await call.read()
+        await cluster.flush()
+        is_claiming, may_claim = asyncio.Event(), asyncio.Event()
+        claim = cluster.b.store.claim
+
+        async def slow_claim(*args, **kwargs):
+            is_claiming.set()
+            await may_claim.wait()
+            return await claim(*args, **kwargs)
+
+        monkeypatch.setattr(cluster.b.store, "claim", slow_claim)
+        again = cluster.b.resume("r", 0)
+        reading = asyncio.create_task(again.read())
+        await is_claiming.wait()
+        again.cancel()
+        await asyncio.wait([reading])
+        may_claim.set()
+        assert (await error_of(call)).reason == "RESUMED_ELSEWHERE"
+        for scheduler in cluster.schedulers:
+            scheduler.limit = 100
+        async with asyncio.timeout(20):
+            while not (await cluster.a.store.records("r"))[0].state.is_final:  # noqa: ASYNC110
+                await asyncio.sleep(0.01)
+        (record,) = await cluster.a.store.records("r")
+        assert record.state is (State.LENGTH_CAPPED if is_kept else State.ABORTED)
