@@ -117,6 +117,7 @@ class Dispatcher:
     def withdraw(self, completion: ClientCompletion, finish: CompletionFinish) -> None:
         """End a completion for the router's own reason, wherever it is."""
         if completion in self._flights:
+            self._status.end_asked(completion, finish)
             self._flights.cancel(completion, _cancel_reason(finish.reason))
         else:
             self.queue.remove(completion.key)
@@ -191,6 +192,7 @@ class Dispatcher:
         A completion that seems to be why schedulers are lost fails instead.
         """
         taken, was_draining = self._flights.disconnect(link)
+        self._status.scheduler_lost(link.name)
         # A scheduler that was shutting down died of no request.
         suspects = () if was_draining else [c.key for c in taken if self._is_suspect(c)]
         culprit = self._suspects.blame(suspects)
@@ -223,6 +225,7 @@ class Dispatcher:
         ended: list[Outcome] = []
         failed: list[Outcome] = []
         for handle, finish in outputs.finish_by_handle.items():
+            self._status.end_answered(handle)
             if (completion := self._in_flight.get(handle)) is not None:
                 completion.request.num_preemptions += finish.num_preemptions
                 self._flights.end(completion)
@@ -251,6 +254,8 @@ class Dispatcher:
 
     def on_moved(self, handles: Sequence[int]) -> Sequence[Outcome]:
         """A scheduler has nothing more for these handles: other routers took them over."""
+        for handle in handles:
+            self._status.end_answered(handle)
         moved = [self._in_flight[handle] for handle in handles if handle in self._in_flight]
         return [
             Moved(completion, outcomes.resumed_elsewhere(completion.request.spec.request_id))
@@ -259,6 +264,7 @@ class Dispatcher:
 
     def on_refusal(self, refusal: Refusal) -> Sequence[Outcome]:
         """A scheduler did not take a completion: try elsewhere, or fail its request."""
+        self._status.end_answered(refusal.handle, is_recorded=False)
         completion = self._in_flight.get(refusal.handle)
         if completion is None:
             return ()

@@ -24,6 +24,18 @@ class Identity:
     incarnation: str
 
 
+@dataclass(frozen=True, slots=True)
+class _End:
+    """An end that a scheduler was asked to record, of a completion with this name and epoch."""
+
+    scheduler: str
+    name: str
+    epoch: int
+    arrived_unix_s: float
+    num_tokens: int
+    finish: CompletionFinish
+
+
 class StatusLog:
     """Records the router's part of each request's status. No call waits or fails."""
 
@@ -43,6 +55,7 @@ class StatusLog:
         self._identity = identity
         self._encode = encode
         self._wall_clock = wall_clock
+        self._asked_by_handle: dict[int, _End] = {}
 
     @property
     def is_durable(self) -> bool:
@@ -82,6 +95,50 @@ class StatusLog:
         """The completion ended while it waited in the router."""
         state = _state_of(finish.reason)
         self._record(completion, state, detail=finish.message or f"{finish.reason.name} in queue")
+
+    def end_asked(self, completion: ClientCompletion, finish: CompletionFinish) -> None:
+        """A scheduler was told to end the completion, and will record that."""
+        if self._store.is_configured:
+            self._asked_by_handle[completion.handle] = _End(
+                scheduler=completion.flight[0].name,
+                name=completion.request_id,
+                epoch=completion.epoch,
+                arrived_unix_s=completion.arrived_unix_s,
+                num_tokens=len(completion.token_ids),
+                finish=finish,
+            )
+
+    def end_answered(self, handle: int, *, is_recorded: bool = True) -> None:
+        """The scheduler has ended a completion, or never had it."""
+        if (end := self._asked_by_handle.pop(handle, None)) is not None and not is_recorded:
+            self._record_end(end)
+
+    def scheduler_lost(self, scheduler: str) -> None:
+        """Whether a scheduler still recorded the ends that it was asked for is not known.
+
+        Without a record of its end, an aborted request could be taken up again.
+        """
+        asked = [h for h, end in self._asked_by_handle.items() if end.scheduler == scheduler]
+        for handle in asked:
+            self.end_answered(handle, is_recorded=False)
+
+    def _record_end(self, end: _End) -> None:
+        """Record an end in the scheduler's place; a record of it is left as it is."""
+        now = self._wall_clock()
+        for state in (State.QUEUED, _state_of(end.finish.reason)):
+            self._store.record(
+                Update(
+                    request_id=end.name,
+                    state=state,
+                    epoch=end.epoch + 1,
+                    time_unix_s=now,
+                    create_time_unix_s=end.arrived_unix_s,
+                    completion_tokens=end.num_tokens,
+                    detail=end.finish.message or "ended while its scheduler was lost",
+                    router_id=self._identity.router_id,
+                    router_incarnation=self._identity.incarnation,
+                )
+            )
 
     def rejected(self, spec: Spec, num_prompt_tokens: int, detail: str) -> None:
         """The request was not admitted."""
@@ -125,8 +182,10 @@ def _state_of(reason: FinishReason) -> State:
             return State.ERROR
         case FinishReason.ABORTED:
             return State.ABORTED
-        # A stop string can be found while the completion waits to be sent again.
-        case FinishReason.STOP | FinishReason.LENGTH | FinishReason.REPETITION:
+        case FinishReason.STOP:
+            return State.STOPPED
+        # Only schedulers find these.
+        case FinishReason.LENGTH | FinishReason.REPETITION:
             return State.ABORTED
         case never:
             assert_never(never)

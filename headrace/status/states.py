@@ -51,6 +51,8 @@ _TRANSITIONS: dict[tuple[State | None, State], Writer] = {
     (State.QUEUED, State.EXPIRED): Writer.ROUTER,
     (State.QUEUED, State.ABORTED): Writer.ROUTER,
     (State.QUEUED, State.ERROR): Writer.ROUTER,
+    # The router finds stop strings, and its scheduler may be lost before it has recorded one.
+    (State.QUEUED, State.STOPPED): Writer.ROUTER,
     (State.DISPATCHED, State.RUNNING): Writer.SCHEDULER,
     # The router may find a stop string in tokens generated before the re-dispatch.
     (State.DISPATCHED, State.STOPPED): Writer.SCHEDULER,

@@ -94,6 +94,7 @@ class FakeScheduler(scheduler_pb2_grpc.SchedulerServicer):
         self.cancellations: list[tuple[str, int]] = []
         self.pauses: list[tuple[str, bool]] = []
         self.heeds_pauses = True
+        self.heeds_cancellations = True
         self.refusals: list[tuple[str, ...]] = []  # what the next submissions get
         self.is_draining = False
         self.dies_of = lambda submission: False
@@ -233,6 +234,12 @@ class FakeScheduler(scheduler_pb2_grpc.SchedulerServicer):
             self.step()
             await asyncio.sleep(self.interval_s)
 
+    def break_connections(self):
+        """The routers lose this scheduler, and what they had sent."""
+        for connection in self.connections:
+            connection.live.clear()
+            connection.outbox.put_nowait(None)
+
     def resume(self):
         self.is_paced = True
         self._has_work.set()
@@ -259,7 +266,7 @@ class FakeScheduler(scheduler_pb2_grpc.SchedulerServicer):
                 if (generation := connection.live.get(pause.handle)) is not None:
                     self.pauses.append((generation.submission.request_id, pause.paused))
                     generation.is_paused = pause.paused and self.heeds_pauses
-            for cancellation in message.cancellations:
+            for cancellation in message.cancellations if self.heeds_cancellations else ():
                 generation = connection.live.pop(cancellation.handle, None)
                 if generation is not None:
                     if self.journal is not None:

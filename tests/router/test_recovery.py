@@ -84,9 +84,11 @@ class Graveyard:
 
     async def until_ended(self, request_id):
         async with asyncio.timeout(20):
-            while not (record := await self.state_of(request_id)).state.is_final:  # noqa: ASYNC110
+            while True:
+                records = await self.cluster.b.store.records(request_id)
+                if records and records[0].state.is_final:
+                    return records[0]
                 await asyncio.sleep(0.01)
-        return record
 
 
 @contextlib.asynccontextmanager
@@ -208,3 +210,43 @@ async def test_a_router_that_shuts_down_hands_its_requests_over(has_reader):
         await client.read(again)
         await whole.read(cluster.b.generate(request_id="w", sampling=sampling))
         assert client == whole
+
+
+@pytest.mark.parametrize("ending", ["abort", "leave", "deadline", "stop string"])
+async def test_an_end_that_a_lost_scheduler_did_not_record_is_recorded(ending):
+    """Otherwise the request could be taken up again."""
+    async with running_cluster(script=script) as cluster:
+        for scheduler in cluster.schedulers:
+            scheduler.limit = 3
+            scheduler.heeds_cancellations = False
+        fields = {"stop": ["ñb"]} if ending == "stop string" else {}
+        timeout = 0.5 if ending == "deadline" else 20
+        call = cluster.a.generate(
+            request_id="r", sampling={"max_tokens": 9, **fields}, timeout=timeout
+        )
+        if ending != "stop string":
+            await call.read()
+        for scheduler in cluster.schedulers:
+            scheduler.limit = 6
+        if ending == "abort":
+            await cluster.a.stub.Abort(inference_pb2.AbortRequest(request_ids=["r"]))
+        if ending == "leave":
+            call.cancel()
+        else:
+            with contextlib.suppress(grpc.aio.AioRpcError):
+                await cluster.a.rest(call)
+        await cluster.a.until(lambda: not cluster.a.router.num_live)
+        for scheduler in cluster.schedulers:
+            scheduler.break_connections()
+        yard = Graveyard(cluster)
+        record = await yard.until_ended("r")
+        assert (
+            record.state
+            in {
+                "abort": {State.ABORTED},
+                "leave": {State.ABORTED},
+                "deadline": {State.EXPIRED, State.ABORTED},
+                "stop string": {State.STOPPED},
+            }[ending]
+        )
+        assert not cluster.a.router._status._asked_by_handle
