@@ -73,6 +73,7 @@ class Arrivals:
             num_unwanted = min(len(logprobs.tokens), completion.num_unwanted_logprobs)
             completion.num_unwanted_logprobs -= num_unwanted
             completion.logprobs.extend(logprobs.tokens[num_unwanted:])
+            completion.settle(self._clock())
             if logprobs.prompt_tokens:
                 completion.prompt_logprobs = logprobs.prompt_tokens
 
@@ -96,8 +97,12 @@ class Arrivals:
         for handle, count in zip(outputs.handles, outputs.num_new_tokens, strict=True):
             end = begin + count
             completion = in_flight.get(handle)
-            if completion is not None:
-                new_token_ids, num_new, stop = token_ids[begin:end], count, None
+            if completion is not None and completion.num_repeated:
+                num_repeated = min(count, completion.num_repeated)
+                completion.num_repeated -= num_repeated
+                begin += num_repeated
+            if completion is not None and begin < end:
+                new_token_ids, num_new, stop = token_ids[begin:end], end - begin, None
                 if completion.text.has_stops:
                     new_token_ids, stop = _read(
                         completion, new_token_ids, outputs.finish_by_handle.get(handle)
@@ -113,7 +118,7 @@ class Arrivals:
                 if stop is not None:
                     del completion.logprobs[max(0, num_unread) :]
                     arrived.stop_by_handle[handle] = stop
-                    arrived.num_dropped_by_handle[handle] = count - num_new
+                    arrived.num_dropped_by_handle[handle] = end - begin - num_new
                 elif num_unread > completion.max_unread_tokens // crowd:
                     arrived.unread.append(completion)
             begin = end

@@ -198,6 +198,7 @@ class Dispatcher:
         culprit = self._suspects.blame(suspects)
         for completion in taken:
             completion.owner = Owner(link.scheduler_id, completion.worker_id)
+            completion.rewind()
             self._requeue(completion)
         failed = [
             Failed(completion, outcomes.schedulers_lost(completion))

@@ -85,6 +85,10 @@ class Owner:
     worker_id: str
 
 
+# Tokens are in the store after so many seconds, or the store is away.
+_SETTLE_S = 5.0
+
+
 class ClientCompletion:
     """One of a request's n completions.
 
@@ -95,8 +99,9 @@ class ClientCompletion:
     __slots__ = (
         "epoch", "finish", "first_token", "handle", "has_echoed", "index", "is_admitted",
         "is_paused", "key", "link", "logprobs", "max_unread_tokens", "num_cached_tokens",
-        "num_dispatches", "num_sent_tokens", "num_streamed", "num_unwanted_logprobs", "owner",
-        "priority", "prompt_logprobs", "request", "request_id", "sent", "text", "token_ids",
+        "num_dispatches", "num_repeated", "num_sent_tokens", "num_settled", "num_streamed",
+        "num_unwanted_logprobs", "owner", "priority", "prompt_logprobs", "request", "request_id",
+        "sent", "settling", "text", "token_ids",
     )  # fmt: skip
 
     def __init__(
@@ -133,6 +138,10 @@ class ClientCompletion:
         self.logprobs: list[bytes] = []  # encoded, one for each token not yet taken by the stream
         self.num_unwanted_logprobs = 0  # of tokens before first_token that are generated again
         self.prompt_logprobs: Sequence[bytes] = ()
+        # With log probabilities: tokens that the store surely has, and (time, tokens) of the next.
+        self.num_settled = 0
+        self.settling = (0.0, 0)
+        self.num_repeated = 0  # of token_ids that are generated again
         self.finish: CompletionFinish | None = None
 
     @property
@@ -143,6 +152,29 @@ class ClientCompletion:
         would preempt each other again and again.
         """
         return self.request.arrived_unix_s + self.index * 1e-6
+
+    def settle(self, now: float) -> None:
+        """Note at which time a completion with log probabilities had its tokens."""
+        since, num_tokens = self.settling
+        if now - since >= _SETTLE_S:
+            self.num_settled, self.settling = num_tokens, (now, len(self.token_ids))
+
+    def rewind(self) -> None:
+        """Let the last tokens be generated again where log probabilities are wanted.
+
+        The store may lack those of tokens that a lost scheduler gave last, and the next scheduler
+        cannot give log probabilities of tokens that it does not generate.
+        """
+        if self.request.spec.num_logprobs is None:
+            return
+        num_tokens = len(self.token_ids)
+        self.num_repeated = num_tokens - min(self.num_settled, num_tokens)
+        self.num_unwanted_logprobs = max(0, self.first_token - num_tokens) + self.num_repeated
+
+    @property
+    def known_token_ids(self) -> "array[int]":
+        """The tokens that a scheduler begins with."""
+        return self.token_ids[: len(self.token_ids) - self.num_repeated]
 
     def end(self, finish: CompletionFinish) -> None:
         """Set how the completion ended, as its text has it.

@@ -24,7 +24,8 @@ class Past:
     """What is known of a completion that is taken up, under this epoch.
 
     logprobs are encoded, one for each token from position first_logprob on; those of the last
-    tokens may be missing. finish is as the scheduler gave it, and with it token_ids are complete.
+    tokens may be missing. num_settled: tokens whose log probabilities the store surely has; None:
+    those that are known. finish is as the scheduler gave it, and with it token_ids are complete.
     """
 
     epoch: int = 1
@@ -32,6 +33,7 @@ class Past:
     logprobs: Sequence[bytes] = ()
     first_logprob: int = 0
     prompt_logprobs: Sequence[bytes] = ()
+    num_settled: int | None = None
     finish: CompletionFinish | None = None
     owner: Owner | None = None
     num_cached_tokens: int = 0
@@ -90,6 +92,7 @@ def _remembered(completion: ClientCompletion) -> Past:
         logprobs=completion.logprobs,
         first_logprob=completion.num_streamed,
         prompt_logprobs=completion.prompt_logprobs,
+        num_settled=completion.num_settled,
         finish=finish,
         owner=owner,
         num_cached_tokens=completion.num_cached_tokens,
@@ -124,6 +127,7 @@ def revived_completions(
         completion.owner = known.owner
         completion.num_cached_tokens = known.num_cached_tokens
         completion.token_ids.extend(known.token_ids)
+        completion.num_settled = len(known.token_ids)
         if known.finish is None:
             _read(completion, texts)
         else:
@@ -148,6 +152,10 @@ def _intact(spec: Spec, index: int, past: Past, first_token: int) -> Past:
         num_tokens = min(num_tokens, past.end_logprob if is_known else first_token)
     else:
         num_tokens = 0
+    if spec.num_logprobs is not None:
+        # The store keeps log probabilities without a gap, and only of tokens that are generated.
+        num_settled = past.end_logprob if past.num_settled is None else past.num_settled
+        num_tokens = min(num_tokens, num_settled)
     return replace(past, token_ids=past.token_ids[: max(0, num_tokens - 1)], finish=None)
 
 

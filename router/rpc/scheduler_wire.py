@@ -34,7 +34,7 @@ def to_submission(completion: ClientCompletion) -> scheduler_pb2.Submission:
         worker_id=completion.worker_id,
         model=spec.model,
         prompt_token_ids=pack_int32(request.prompt_token_ids),
-        generated_token_ids=completion.token_ids.tobytes(),
+        generated_token_ids=completion.known_token_ids.tobytes(),
         sampling=spec.sampling,
         priority=completion.priority,
         arrival_time_unix_s=completion.arrived_unix_s,

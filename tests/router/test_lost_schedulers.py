@@ -1,10 +1,12 @@
 """Schedulers that die: their requests go on elsewhere, and what kills them is found."""
 
+from array import array
+
 import pytest
 
 from headrace.vocabulary import RefusalReason
 from router.core.suspects import TRIAL_TOKENS
-from router.outputs import Refusal
+from router.outputs import Logprobs, Refusal, StepOutputs
 from tests.router.bench import Bench, report
 
 
@@ -172,3 +174,49 @@ def test_a_suspect_that_is_refused_stays_on_trial():
     cluster.bench.router.live.on_report("s", [report("s", 1000)], is_draining=False)
     assert set(cluster.running) == {"a"}
     cluster.close()
+
+
+def give(bench, link, token_ids):
+    """Give the completion that a link has tokens and their log probabilities."""
+    (handle,) = bench.links[link].sent
+    bench.router.live.on_step(
+        StepOutputs(
+            handles=[handle],
+            num_new_tokens=[len(token_ids)],
+            token_ids=array("i", token_ids),
+            logprobs=[Logprobs(handle, [b"%d" % token_id for token_id in token_ids], ())],
+        )
+    )
+
+
+def test_tokens_whose_log_probabilities_may_not_be_in_the_store_are_generated_again():
+    bench = Bench()
+    leave, request = bench.enter("x", num_logprobs=1)
+    (completion,) = request.completions
+    bench.add("s2")
+    (first,) = [name for name, link in bench.links.items() if link.sent]
+    for token_ids, seconds in [([1, 2, 3], 6.0), ([4, 5], 6.0), ([6, 7, 8, 9], 0.0)]:
+        give(bench, first, token_ids)
+        bench.time += seconds
+    bench.router.live.on_lost(bench.links[first])
+    (other,) = [name for name, link in bench.links.items() if link.sent and name != first]
+    assert completion.known_token_ids.tolist() == [1, 2, 3]
+    # They come in several steps, the last of which has a new token.
+    give(bench, other, [4, 5, 6])
+    assert completion.known_token_ids.tolist() == [1, 2, 3, 4, 5, 6]
+    give(bench, other, [7, 8, 9, 10])
+    give(bench, other, [11])
+    assert completion.token_ids.tolist() == list(range(1, 12))
+    assert completion.logprobs == [b"%d" % token_id for token_id in range(1, 12)]
+    bench.links[first].sent.clear()
+    leave()
+
+
+def test_without_log_probabilities_no_token_is_generated_again():
+    bench = Bench()
+    leave, request = bench.enter("x")
+    bench.step(num_tokens=4)
+    bench.router.live.on_lost(bench.links["s"])
+    bench.links["s"].sent.clear()
+    assert len(request.completions[0].known_token_ids) == 4
+    leave()
