@@ -227,7 +227,7 @@ async def test_four_completions_aborted_a_thousand_times_leave_no_residue_anywhe
                 request_id=f"r-{number}",
                 sampling={"n": 4, "max_tokens": 100},
             )
-            await stack.until(lambda: f"r-{number}" in stack.router._reservations)
+            await stack.until(lambda: f"r-{number}" in stack.router.calls._by_id)
             if number % 2:
                 await call.read()
             await stack.stub.Abort(inference_pb2.AbortRequest(request_ids=[f"r-{number}"]))

@@ -200,7 +200,7 @@ async def test_a_worker_lost_in_a_pause_costs_the_client_nothing():
         first = await slow.read()
         await all_of_it.paused()
         await all_of_it.worker.kill()
-        await until(lambda: bool(all_of_it.scheduler.pool._orphans))
+        await until(lambda: bool(all_of_it.scheduler.pool._stranded))
         await all_of_it.worker.start()
         await all_of_it.paused()
         messages = [first, *await all_of_it.stack.rest(slow)]

@@ -164,8 +164,10 @@ async def test_a_killed_client_frees_its_blocks(stack):
     code = (
         "import asyncio, sys\n"
         "from headrace.client import HeadraceClient, Sampling\n"
+        "from headrace.resuming import ResumePolicy\n"
         "async def main():\n"
-        "    async with HeadraceClient(sys.argv[1]) as client:\n"
+        "    never = ResumePolicy(timeout_s=0)\n"
+        "    async with HeadraceClient(sys.argv[1], resume=never) as client:\n"
         "        async for delta in client.generate('On and on', request_id='killed-client',\n"
         "                sampling=Sampling(max_tokens=120, ignore_eos=True)):\n"
         "            print(delta.text, flush=True)\n"

@@ -32,9 +32,9 @@ async def test_an_id_that_is_used_again_shows_the_request_that_uses_it():
 
         await scheduler.ready()
         engine = scheduler.pool._workers[0].engine
-        for _ in range(3):
+        for token_id in range(3):
             worker.hold()
-            call = stack.generate(token_ids={"ids": [11, 12]}, request_id="r")
+            call = stack.generate(token_ids={"ids": [11, token_id]}, request_id="r")
             await shows(State.RUNNING)
             await worker.release()
             await stack.rest(call)
