@@ -9,7 +9,7 @@ STAMP := $(VENV)/.installed
 
 .DEFAULT_GOAL := help
 .PHONY: help setup demo test test-kernels check-kernels bench bench-scheduler bench-control bench-gpu bench-host
-.PHONY: bench-drafts bench-durability bench-store chaos
+.PHONY: bench-drafts bench-store chaos
 .PHONY: check format protos docs lock clean
 
 help: ## Say what there is
@@ -65,9 +65,6 @@ bench-control: $(STAMP) ## What router and scheduler cost, with a worker that an
 
 bench-store: $(STAMP) ## What it costs to keep requests in the store
 	@$(BIN)/python -m benchmarks.store $(ARGS)
-
-bench-durability: $(STAMP) ## What the status store costs 64 streams
-	@$(BIN)/python -m benchmarks.durability $(ARGS)
 
 check: $(STAMP) ## Format, lint, types, layers, protos, sizes
 	$(BIN)/ruff format --check .

@@ -1,10 +1,12 @@
 """`make bench-store`: what it costs to keep requests in the store.
 
 First the writer alone: the processor time of a writer and of the server for each 1,000 pieces of
-journals. Then 64 streams through all services, with a worker that answers at once, in alternating
-runs with and without a store. Every process competes for the same processors, so the ratio is the
-greatest loss of throughput that the store can cause. CPU times compare better than rates, because
-load on the machine lowers rates much more than it raises CPU times.
+journals. Then 64 streams through all services: two stacks that differ in nothing but the store run
+side by side and take turns, so that both see the same machine. No model runs: the worker answers at
+once (the control plane is the limit, the hardest case), or every 20 ms. `ratio` is the rate of a
+turn with the store over the rate of the turn without it, the median over the turns. CPU times
+compare better than rates, because load on the machine lowers rates much more than it raises CPU
+times.
 """
 
 import asyncio
@@ -12,6 +14,7 @@ import json
 import os
 import statistics
 import time
+from contextlib import AsyncExitStack
 from pathlib import Path
 from typing import Any
 
@@ -19,8 +22,8 @@ import click
 import psutil
 import uvloop
 
-from benchmarks.control import shown, streams
-from benchmarks.deployment import deployment
+from benchmarks.control import shown
+from benchmarks.deployment import Deployment, deployment, request
 from headrace.status.batches import BatchWriter
 from headrace.status.connect import Connection
 from headrace.status.embedded import EmbeddedStore
@@ -34,6 +37,9 @@ from headrace.status.store import StatusStore
 _NUM_BATCHES = 200
 _TOKENS_PER_PIECE = 4
 _CREATED = time.time()
+_NUM_CLIENTS = 64
+
+Result = dict[str, Any]
 
 
 async def pieces(batch_size: int) -> dict[str, float]:
@@ -83,50 +89,75 @@ def _cpu_s(process: psutil.Process) -> float:
     return float(times.user + times.system)
 
 
-async def run(num_tokens: int, num_rounds: int) -> dict[str, Any]:
+async def turn(ours: Deployment, num_tokens: int) -> Result:
+    """64 clients that each read one stream."""
+    result: Result = {}
+    num_got = 0
+
+    async def one(stub: Any) -> None:
+        nonlocal num_got
+        async for message in stub.Generate(request(num_tokens)):
+            num_got += sum(len(output.token_ids) for output in message.outputs)
+
+    with ours.measured(result, "token", lambda: num_got):
+        stubs = ours.stubs
+        await asyncio.gather(*(one(stubs[n % len(stubs)]) for n in range(_NUM_CLIENTS)))
+    return result
+
+
+async def compare(step_ms: float, num_tokens: int, num_turns: int) -> Result:
+    """Turns with and without the store, and the medians of both."""
+    turns: dict[str, list[Result]] = {"no store": [], "store": []}
+    async with AsyncExitStack() as stack:
+        stacks = {
+            name: await stack.enter_async_context(deployment(step_ms, has_store=name == "store"))
+            for name in turns
+        }
+        for number in range(num_turns + 1):
+            for name in sorted(turns, reverse=bool(number % 2)):
+                result = await turn(stacks[name], num_tokens)
+                if number:  # the first turn warms up
+                    turns[name].append(result)
+    rates = {name: [r["tokens_per_s"] for r in results] for name, results in turns.items()}
+    ratios = [a / b for a, b in zip(rates["store"], rates["no store"], strict=True)]
+    return {
+        "turns": num_turns,
+        "ratio": round(statistics.median(ratios), 3),
+        "tokens_per_s": {name: statistics.median(values) for name, values in rates.items()},
+        **{
+            f"cpu_us, {name}": {
+                process: statistics.median(r["cpu_us_per_token"][process] for r in results)
+                for process in results[0]["cpu_us_per_token"]
+            }
+            for name, results in turns.items()
+        },
+    }
+
+
+async def run(num_turns: int) -> Result:
     """Runs every measurement and prints each result at once."""
-    results: dict[str, Any] = {}
+    results: Result = {}
     for batch_size in (1, 64, 128):
         title = f"1,000 pieces, {batch_size} to a batch"
         results[title] = await pieces(batch_size)
         click.echo(shown(title, results[title]))
-    figures: dict[bool, list[dict[str, Any]]] = {False: [], True: []}
-    for _ in range(num_rounds):
-        for has_store, title in ((False, "64 streams, no store"), (True, "64 streams, store")):
-            result = await streams(deployment(has_store=has_store), 64, num_tokens)
-            figures[has_store].append(result)
-            click.echo(shown(title, result))
-    results["streams"] = figures
-    rates, times = _with_to_without(figures)
-    results |= {"rate_ratio": rates, "cpu_time_ratio": times}
-    click.echo(f"with a store to without: tokens a second {rates:.3f}, CPU a token {times:.3f}")
+    for title, step_ms, num_tokens in (
+        ("64 streams, steps at once", 0.0, 2000),
+        ("64 streams, a step every 20 ms", 20.0, 150),
+    ):
+        results[title] = await compare(step_ms, num_tokens, num_turns)
+        click.echo(shown(title, results[title]))
     return results
 
 
-def _with_to_without(figures: dict[bool, list[dict[str, Any]]]) -> tuple[float, float]:
-    """Ratios of the medians: of the rates, and of the CPU times of all processes per token."""
-    rates, times = (
-        [
-            statistics.median(value(result) for result in figures[has_store])
-            for has_store in (True, False)
-        ]
-        for value in (
-            lambda result: result["tokens_per_s"],
-            lambda result: sum(result["cpu_us_per_token"].values()),
-        )
-    )
-    return round(rates[0] / rates[1], 3), round(times[0] / times[1], 3)
-
-
 @click.command(context_settings={"show_default": True})
-@click.option("--tokens", default=4000, help="Tokens of each of the 64 streams.")
-@click.option("--rounds", default=5, help="Runs with a store, and as many without.")
+@click.option("--turns", default=9, help="Turns of each stack.")
 @click.option("--json", "json_file", type=click.Path(path_type=Path), help="Figures as JSON.")
-def main(tokens: int, rounds: int, json_file: Path | None) -> None:
+def main(turns: int, json_file: Path | None) -> None:
     """Measure what keeping requests costs on this machine."""
     os.environ["HEADRACE_PARENT_DEATH"] = "1"
     with asyncio.Runner(loop_factory=uvloop.new_event_loop) as runner:
-        results = runner.run(run(tokens, rounds))
+        results = runner.run(run(turns))
     if json_file is not None:
         json_file.write_text(json.dumps(results, indent=2) + "\n", encoding="utf-8")
 

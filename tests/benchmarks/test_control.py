@@ -4,8 +4,8 @@ import pytest
 
 from benchmarks.control import paced, short_requests, shown, streams
 from benchmarks.deployment import bare_server, deployment
-from benchmarks.durability import compare
 from benchmarks.soak import soak
+from benchmarks.store import compare
 
 pytestmark = [pytest.mark.system]
 
