@@ -209,7 +209,7 @@ class Router:
     def hand_over(self, *, is_unread: bool = False) -> None:
         """Release all requests, or those without a reader, to be resumed at another router.
 
-        Schedulers keep what they run. What the store does not have ends here.
+        Schedulers keep what they run. What no store keeps ends here.
         """
         for reservation in self.calls:
             request = reservation.request
@@ -217,9 +217,10 @@ class Router:
                 continue
             if request is None:
                 reservation.error = outcomes.draining()
-            elif self.is_durable and request.is_kept:
+            elif self._status.is_configured and request.is_kept:
                 self._release(reservation, outcomes.draining())
             else:
+                request.is_released = True  # its reader is told of no end, only of the error
                 self.live.fail(request, outcomes.draining())
 
     def expire(self) -> float | None:

@@ -58,6 +58,11 @@ class StatusLog:
         self._asked_by_handle: dict[int, _End] = {}
 
     @property
+    def is_configured(self) -> bool:
+        """Whether there is a store, even if it does not answer now."""
+        return self._store.is_configured
+
+    @property
     def is_durable(self) -> bool:
         """Whether the last records have reached a store."""
         return self._store.is_durable

@@ -248,3 +248,16 @@ async def test_draining_aborts_what_is_not_done_in_time(stack):
     await drain(stack.router, 0.05, "finish")
     last = (await stack.rest(call))[-1]
     assert last.outputs[-1].finish_reason == common_pb2.FINISH_REASON_ABORTED
+
+
+async def test_without_a_store_a_handover_tells_callers_to_go_elsewhere_and_of_no_end(stack):
+    call = stack.generate(sampling={})
+    await call.read()
+    await drain(stack.router, 0.05, "handover")
+    outputs = []
+    with pytest.raises(grpc.aio.AioRpcError) as caught:
+        while (message := await call.read()) is not grpc.aio.EOF:
+            outputs.extend(message.outputs)
+    assert from_rpc_error(caught.value).reason == "DRAINING"
+    assert not any(output.finish_reason for output in outputs)
+    await stack.until(lambda: not stack.scheduler.live)
