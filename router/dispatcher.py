@@ -198,7 +198,7 @@ class Dispatcher:
         culprit = self._suspects.blame(suspects)
         for completion in taken:
             completion.owner = Owner(link.scheduler_id, completion.worker_id)
-            completion.rewind()
+            completion.lose(link.scheduler_id, self._clock())
             self._requeue(completion)
         failed = [
             Failed(completion, outcomes.schedulers_lost(completion))

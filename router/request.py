@@ -98,7 +98,7 @@ class ClientCompletion:
 
     __slots__ = (
         "epoch", "finish", "first_token", "handle", "has_echoed", "index", "is_admitted",
-        "is_paused", "key", "link", "logprobs", "max_unread_tokens", "num_cached_tokens",
+        "is_paused", "key", "link", "logprobs", "losses", "max_unread_tokens", "num_cached_tokens",
         "num_dispatches", "num_repeated", "num_sent_tokens", "num_settled", "num_streamed",
         "num_unwanted_logprobs", "owner", "priority", "prompt_logprobs", "request", "request_id",
         "sent", "settling", "text", "token_ids",
@@ -128,6 +128,7 @@ class ClientCompletion:
         self.is_admitted = False
         self.is_paused = False  # until its client has read
         self.num_dispatches = 0
+        self.losses: list[tuple[float, str]] = []  # when, and which scheduler was lost with it
         self.num_sent_tokens = 0  # how many of token_ids its scheduler got with it
         self.num_cached_tokens = 0
         self.token_ids = array("i")  # everything generated, over all epochs
@@ -159,14 +160,20 @@ class ClientCompletion:
         if now - since >= _SETTLE_S:
             self.num_settled, self.settling = num_tokens, (now, len(self.token_ids))
 
-    def rewind(self) -> None:
-        """Let the last tokens be generated again where log probabilities are wanted.
+    def lose(self, scheduler_id: str, now: float) -> None:
+        """Note that the completion's scheduler was lost, at a time on the router's clock."""
+        request = self.request
+        time_unix_s = request.arrived_unix_s + now - request.timeline.arrived
+        self.losses.append((time_unix_s, scheduler_id))
+        if request.spec.num_logprobs is not None:
+            self._rewind()
+
+    def _rewind(self) -> None:
+        """Let the last tokens, and their log probabilities, be generated again.
 
         The store may lack those of tokens that a lost scheduler gave last, and the next scheduler
         cannot give log probabilities of tokens that it does not generate.
         """
-        if self.request.spec.num_logprobs is None:
-            return
         num_tokens = len(self.token_ids)
         self.num_repeated = num_tokens - min(self.num_settled, num_tokens)
         self.num_unwanted_logprobs = max(0, self.first_token - num_tokens) + self.num_repeated

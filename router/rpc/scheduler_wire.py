@@ -12,7 +12,7 @@ from headrace.service.protocol import (
     WORKER_ROLE,
     WORKER_STATE,
 )
-from headrace.v1 import common_pb2, scheduler_pb2
+from headrace.v1 import common_pb2, inference_pb2, scheduler_pb2
 from headrace.vocabulary import CancelReason, FinishReason, WorkerRole, WorkerState
 from router.core.credit import WorkerReport
 from router.outputs import Admitted, CompletionFinish, Logprobs, Refusal, StepOutputs
@@ -42,6 +42,12 @@ def to_submission(completion: ClientCompletion) -> scheduler_pb2.Submission:
         cache_salt=request.cache_salt,
         tenant=spec.tenant,
         traceparent=spec.traceparent,
+        history=[
+            inference_pb2.ExplainEvent(
+                kind="LOST", detail=f"its scheduler {name} was lost", time_unix_s=time_unix_s
+            )
+            for time_unix_s, name in completion.losses
+        ],
     )
     submission.sampling.seed = completion.seed
     submission.sampling.max_tokens = request.max_tokens

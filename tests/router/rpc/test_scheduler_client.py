@@ -114,6 +114,8 @@ async def test_requests_wait_for_a_scheduler_that_is_away_and_keep_their_order()
             for call in calls:
                 assert text_of([message async for message in call]) == TEXT
             assert [s.request_id for s in again.submissions] == ["r-0", "r-1", "r-2"]
+            # The next scheduler's explanation begins with the loss.
+            assert [[e.kind for e in s.history] for s in again.submissions] == [["LOST"]] * 3
         finally:
             await again.stop()
 
