@@ -2,6 +2,7 @@
 
 import asyncio
 import secrets
+import signal
 import sys
 import tempfile
 import time
@@ -26,7 +27,7 @@ _REAL: dict[str, str] = {"model": "smollm2-135m-instruct", "model_name": "smollm
 @click.option("--interval-s", default=1.0, help="Mean time between disturbances.")
 @click.option("--store", type=click.Choice(["single", "sentinel", "cluster"]), default="single")
 @click.option("--model", type=click.Choice(["stub", "real"]), default="stub")
-@click.option("--only", multiple=True, help="Only this disturbance (repeatable).")
+@click.option("--only", multiple=True, help="Only this disturbance (repeatable); each as often.")
 @click.option("--does", multiple=True, help="Only this behaviour of clients (repeatable).")
 @click.option("--patience-s", default=90.0, help="How long the end may take to be clean.")
 @click.option("--folder", type=click.Path(path_type=Path), help="Keep logs and data there.")
@@ -51,7 +52,7 @@ def main(
         num_clients=clients,
         interval_s=interval_s,
         shape=Shape(store=store, **(_REAL if model == "real" else {})),
-        weights={name: n for name, n in killer.WEIGHTS.items() if not only or name in only},
+        weights=dict.fromkeys(only, 1) or killer.WEIGHTS,
         behaviours=frozenset(does or wanted.WEIGHTS),
         patience_s=patience_s,
     )
@@ -77,9 +78,17 @@ async def _run(plan: Run, folder: Path, tally: Tally) -> None:
                 flush=True,
             )
 
+    asyncio.get_running_loop().add_signal_handler(signal.SIGUSR1, _print_tasks)
     telling = asyncio.create_task(tell())
     await run(plan, folder, tally)
     telling.cancel()
+
+
+def _print_tasks() -> None:
+    """Prints where each task waits, for a run that does not end."""
+    for task in asyncio.all_tasks():
+        task.print_stack(file=sys.stdout)
+    sys.stdout.flush()
 
 
 def report(plan: Run, tally: Tally, elapsed_s: float) -> str:

@@ -123,7 +123,8 @@ class Killer:
         for service in services:
             self._tally.disturbed(f"SIGKILL {kind_of(service.name)}")
         self._tally.kills["power cuts"] += 1
-        self._tally.kills["SIGKILL store"] += len(nodes)
+        for _ in nodes:
+            self._tally.disturbed("SIGKILL store")
         await asyncio.gather(*(dying.kill() for dying in (*services, *nodes)))
         await asyncio.gather(*(node.start() for node in nodes))
         await asyncio.gather(*(self._restart(service) for service in services))

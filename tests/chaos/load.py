@@ -2,6 +2,7 @@
 
 import asyncio
 import contextlib
+import time
 from collections.abc import Callable, Mapping
 from random import Random
 from typing import Any
@@ -71,7 +72,7 @@ class Client:
     async def serve(self, wanted: Wanted) -> None:
         """One request, from its first call to its end; counts what it broke."""
         request_id = wanted.request.request_id
-        received = Received(wanted)
+        received, began_s = Received(wanted), time.monotonic()
         self._tally.requests[wanted.does] += 1
         try:
             async with asyncio.timeout(_PATIENCE_S):
@@ -79,7 +80,7 @@ class Client:
         except TimeoutError:
             self._violation(wanted, f"stuck at {received.positions}")
         except FailedError as failure:
-            self._failed(received, failure.error)
+            self._failed(received, failure.error, began_s)
         else:
             self._ended[request_id] = whole or received
         finally:
@@ -87,12 +88,14 @@ class Client:
         for fault in received.faults:
             self._violation(wanted, fault)
 
-    def _failed(self, received: Received, error: ServiceError) -> None:
+    def _failed(self, received: Received, error: ServiceError, began_s: float) -> None:
         wanted = received.wanted
         if error.code is grpc.StatusCode.DEADLINE_EXCEEDED and wanted.request.HasField("deadline"):
             self._tally.events["late"] += 1
         elif error.code is grpc.StatusCode.ABORTED and received.was_aborted:
             self._tally.events["aborted before its first token"] += 1
+        elif error.code is grpc.StatusCode.NOT_FOUND and self._tally.was_store_away(began_s):
+            self._tally.events["lost, admitted without a store"] += 1
         elif error.reason == "SCHEDULERS_LOST" and self._tally.kills["SIGKILL scheduler"] >= 3:
             # Blamed for the kills, as a request that kills schedulers is.
             self._tally.events["blamed"] += 1

@@ -4,6 +4,9 @@ import time
 from collections import Counter
 from dataclasses import dataclass, field
 
+# A store is down for up to 4 s, and is looked for every few seconds.
+_BEFORE_S, _AWAY_S = 2.0, 12.0
+
 
 @dataclass(slots=True)
 class _Watch:
@@ -24,6 +27,7 @@ class Tally:
     events: Counter[str] = field(default_factory=Counter)
     violations: list[str] = field(default_factory=list)
     recovery_s: list[float] = field(default_factory=list)
+    _store_killed_s: list[float] = field(default_factory=list)
     _reading: set[str] = field(default_factory=set)
     _watches: list[_Watch] = field(default_factory=list)
 
@@ -34,6 +38,8 @@ class Tally:
     def disturbed(self, what: str) -> None:
         """Something was killed, stopped or cut."""
         self.kills[what] += 1
+        if what.endswith("store"):
+            self._store_killed_s.append(time.monotonic())
         if self._reading:
             self._watches.append(_Watch(time.monotonic(), set(self._reading)))
 
@@ -47,6 +53,15 @@ class Tally:
         """Its client waits for nothing more for now."""
         self._reading.discard(request_id)
         self._heard_of(request_id)
+
+    def was_store_away(self, at_s: float) -> bool:
+        """Whether the store, or the way there, was disturbed around this time.
+
+        What is admitted then is not durable, and says so; a router that dies takes it along.
+        """
+        return any(
+            killed_s - _BEFORE_S < at_s < killed_s + _AWAY_S for killed_s in self._store_killed_s
+        )
 
     def violation(self, what: str) -> None:
         self.violations.append(what)
