@@ -80,7 +80,8 @@ local function judge(rule, target, new_epoch, new_born, record, name, run)
   local state, born = record.state, record.born
   if not state then return rule.creates and 'APPLIED' or 'EARLY' end
   if new_born and born and new_born ~= born then
-    if new_born < born then return 'OLDER' end
+    -- A repeated call may be rejected by another router after the first call was admitted.
+    if new_born < born and not (state == 'REJECTED' and rule.takes_over) then return 'OLDER' end
     if not rule.creates then return 'EARLY' end
     return (rule.takes_over or not LIVE[state]) and 'NEW' or 'ILLEGAL'
   end

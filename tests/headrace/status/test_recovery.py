@@ -248,6 +248,13 @@ async def test_an_id_that_is_used_again_has_nothing_of_the_earlier_request(route
     assert scheduler.source.refused == []
 
 
+async def test_a_rejection_of_a_repeated_call_does_not_hide_the_admitted_request(router):
+    await router.apply(update(State.REJECTED, create_time_unix_s=NOW + 1.0))
+    queued = update(State.QUEUED, spec=b"spec", **A)
+    assert (await router.apply(queued)).verdict is Verdict.APPLIED
+    assert (await stored(router)).spec == b"spec"
+
+
 async def test_everything_of_a_request_expires_soon_after_its_last_completion(embedded, client):
     async with (
         StatusStore(embedded.url, Writer.ROUTER, live_ttl_s=100, finished_ttl_s=5) as router,
