@@ -19,6 +19,7 @@ from tests.chaos.tally import Tally
 from tests.chaos.wanted import Wanted
 
 _PATIENCE_S = 120.0
+_ENDED_BY_ABORT = {grpc.StatusCode.ABORTED, grpc.StatusCode.NOT_FOUND}
 _OUTCOMES = inference_pb2.AbortOutcome
 # Small windows, so that a client that does not read is felt by the router.
 _CHANNEL = (
@@ -72,7 +73,7 @@ class Client:
     async def serve(self, wanted: Wanted) -> None:
         """One request, from its first call to its end; counts what it broke."""
         request_id = wanted.request.request_id
-        received, began_s = Received(wanted), time.monotonic()
+        received = Received(wanted)
         self._tally.requests[wanted.does] += 1
         try:
             async with asyncio.timeout(_PATIENCE_S):
@@ -80,7 +81,7 @@ class Client:
         except TimeoutError:
             self._violation(wanted, f"stuck at {received.positions}")
         except FailedError as failure:
-            self._failed(received, failure.error, began_s)
+            self._failed(received, failure.error)
         else:
             self._ended[request_id] = whole or received
         finally:
@@ -88,13 +89,13 @@ class Client:
         for fault in received.faults:
             self._violation(wanted, fault)
 
-    def _failed(self, received: Received, error: ServiceError, began_s: float) -> None:
+    def _failed(self, received: Received, error: ServiceError) -> None:
         wanted = received.wanted
         if error.code is grpc.StatusCode.DEADLINE_EXCEEDED and wanted.request.HasField("deadline"):
             self._tally.events["late"] += 1
-        elif error.code is grpc.StatusCode.ABORTED and received.was_aborted:
+        elif received.was_aborted and error.code in _ENDED_BY_ABORT:
             self._tally.events["aborted before its first token"] += 1
-        elif error.code is grpc.StatusCode.NOT_FOUND and self._tally.was_store_away(began_s):
+        elif error.reason == "UNKNOWN_REQUEST" and self._tally.was_store_away(received.began_s):
             self._tally.events["lost, admitted without a store"] += 1
         elif error.reason == "SCHEDULERS_LOST" and self._tally.kills["SIGKILL scheduler"] >= 3:
             # Blamed for the kills, as a request that kills schedulers is.
@@ -190,6 +191,10 @@ class Client:
     async def _clash(self, reader: Reader) -> None:
         """Sends another request of the same id, which must be refused while the first lives."""
         await reader.read(lambda: reader.received.is_begun)
+        if self._tally.was_store_away(time.monotonic()):
+            # A router that does not reach the store cannot know of the other's requests.
+            await reader.read()
+            return
         other = inference_pb2.GenerateRequest()
         other.CopyFrom(reader.received.wanted.request)
         other.sampling.max_tokens += 1
@@ -197,9 +202,7 @@ class Client:
         with contextlib.suppress(TimeoutError):
             async with asyncio.timeout(5):
                 try:
-                    has_message = await call.read() is not grpc.aio.EOF
-                    # A router that does not reach the store cannot know of the other's requests.
-                    if has_message and not self._tally.kills["SIGKILL store"]:
+                    if await call.read() is not grpc.aio.EOF:
                         reader.received.faults.append("another body was accepted under its id")
                 except grpc.aio.AioRpcError as error:
                     self._tally.events[f"clash: {from_rpc_error(error).reason}"] += 1

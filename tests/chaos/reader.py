@@ -94,7 +94,8 @@ class Reader:
 
     def _open(self) -> Any:
         stub, request = self._stubs[self.router], self.received.wanted.request
-        if self._resumes or self.received.is_begun:
+        # An aborted request that is sent again is a new request.
+        if self._resumes or self.received.is_begun or self.received.was_aborted:
             self._tally.events["resume"] += 1
             positions = self.received.positions
             resume = inference_pb2.ResumeRequest(request_id=request.request_id)
@@ -122,7 +123,7 @@ class Reader:
                 await asyncio.sleep(self._rng.uniform(0, pace_s))
         if response is not grpc.aio.EOF:
             if self.received.is_finished:
-                await self._read_status(call)
+                await self._read_out(call)
             return
         if await call.code() is not grpc.StatusCode.OK:
             raise await _error_of(call)
@@ -132,11 +133,11 @@ class Reader:
                 ServiceError(grpc.StatusCode.INTERNAL, "CUT_SHORT", "ended too early")
             )
 
-    async def _read_status(self, call: Any) -> None:
-        """Nothing may come after the end, and the call ends well."""
+    async def _read_out(self, call: Any) -> None:
+        """What comes after the last end: how completions ended that had ended before, no tokens."""
         async with asyncio.timeout(_SILENCE_S):
-            if await call.read() is not grpc.aio.EOF:
-                self.received.faults.append("a message after the end")
+            while (response := await call.read()) is not grpc.aio.EOF:
+                self.received.take(response)
 
     async def _recover(self, failure: grpc.aio.AioRpcError) -> None:
         """Waits, and turns to the other router; raises for what ends the request."""
@@ -144,10 +145,13 @@ class Reader:
         # Whether Headrace says so, not the connection.
         is_ours = error.reason != error.code.name or error.code in _NEVER_RETRIED
         self._tally.events[error.reason] += 1
-        if error.code is grpc.StatusCode.NOT_FOUND:
+        if error.reason in _SEND_AGAIN:
             self._num_not_found += 1
             if self._num_not_found > _MAX_NOT_FOUND:
-                raise FailedError(error)
+                if self._resumes or self.received.was_aborted:
+                    raise FailedError(error)
+                self._tally.sent_again(error.reason, self.received.began_s)
+                self.received.begin_again()
         elif is_ours and error.code not in _RETRIED and error.reason not in _RETRIED_REASONS:
             raise FailedError(error)
         self._num_failures += 1
@@ -160,6 +164,8 @@ class Reader:
         self.router = self._rng.choice(others)
 
 
+# What says "send the request again": its output is the same, and the client drops what it has.
+_SEND_AGAIN = {"UNKNOWN_REQUEST", "NOT_KEPT", "TOKENS_LOST"}
 _NEVER_RETRIED = {grpc.StatusCode.DEADLINE_EXCEEDED}
 _RETRIED = {grpc.StatusCode.UNAVAILABLE}
 _RETRIED_REASONS = {

@@ -1,5 +1,6 @@
 """What a client has got of one request, checked against what it must get, message by message."""
 
+import time
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -34,6 +35,7 @@ class Received:
     was_aborted: bool = False  # somebody has asked for the end
     faults: list[str] = field(default_factory=list)
     has_prompt_logprobs: bool = False
+    began_s: float = field(default_factory=time.monotonic)
     _parts: list[_Part] = field(default_factory=list)
 
     def __post_init__(self) -> None:
@@ -55,6 +57,10 @@ class Received:
     @property
     def finish_reasons(self) -> list[int]:
         return [part.finish_reason for part in self._parts]
+
+    def begin_again(self) -> None:
+        """The request is sent again; what has come is dropped, and comes once more."""
+        self.__post_init__()
 
     def take(self, response: inference_pb2.GenerateResponse) -> None:
         """One message, in order."""

@@ -63,6 +63,11 @@ class Tally:
             killed_s - _BEFORE_S < at_s < killed_s + _AWAY_S for killed_s in self._store_killed_s
         )
 
+    def sent_again(self, reason: str, began_s: float) -> None:
+        """A client was told that its request is not known or not kept."""
+        when = "while the store was away" if self.was_store_away(began_s) else "with a store"
+        self.events[f"sent again: {reason}, admitted {when}"] += 1
+
     def violation(self, what: str) -> None:
         self.violations.append(what)
 
