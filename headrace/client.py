@@ -11,6 +11,7 @@ cancelling the task, ends the request on the server.
 """
 
 import contextlib
+import random
 import time
 import uuid
 from collections import defaultdict
@@ -150,6 +151,9 @@ class HeadraceClient:
                 # A lost connection must not end what is to be resumed.
                 keep_on_disconnect=keep_on_disconnect or self._policy.timeout_s > 0,
             )
+            if self._policy.timeout_s and not request.sampling.HasField("seed"):
+                # A request that all routers have lost is sent again, and must give the same tokens.
+                request.sampling.seed = random.getrandbits(63)
             if recover_always:
                 request.recover = request.RECOVER_ALWAYS
         with messages.naming("prompt"):

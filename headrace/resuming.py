@@ -35,12 +35,17 @@ class ResumePolicy:
 class Outage:
     """Decides after each failed call of one stream whether and when there is another one."""
 
-    def __init__(self, policy: ResumePolicy, num_routers: int, *, is_sent: bool) -> None:
-        """is_sent: a router may have the request already."""
+    def __init__(
+        self, policy: ResumePolicy, num_routers: int, *, is_sent: bool, is_repeatable: bool = False
+    ) -> None:
+        """is_sent: a router may have the request already; is_repeatable: it can be sent again."""
         self._policy = policy
+        self._is_repeatable = is_repeatable
         self._num_routers = num_routers
         self._is_sent = is_sent
         self._num_unsent = 0
+        # No router knows the request any more: it is sent again.
+        self.is_forgotten = False
         # Since the last news: failures in a row, the time without a connection, how many failures
         # said that nothing is known, and when the first of them did.
         self.num_failures = 0
@@ -84,7 +89,10 @@ class Outage:
                 self._unknown_at_s = self._spent_s
             self._num_unknown += 1
             has_asked_all = self._num_unknown > self._num_routers
-            return not has_asked_all or self._spent_s - self._unknown_at_s < _UNKNOWN_FOR_S
+            if has_asked_all and self._spent_s - self._unknown_at_s >= _UNKNOWN_FOR_S:
+                self.is_forgotten = self._is_repeatable
+                return self.is_forgotten
+            return True
         is_busy = error.code is grpc.StatusCode.RESOURCE_EXHAUSTED
         return (is_busy and error.retry_after_s is not None) or error.reason in _LOST | _NOT_YET
 

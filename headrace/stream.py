@@ -85,7 +85,12 @@ class RequestStream:
         self._request_id = request_id
         self._generate = generate
         self._ending = ending
-        self._outage = Outage(policy, len(routers), is_sent=generate is None)
+        self._outage = Outage(
+            policy,
+            len(routers),
+            is_sent=generate is None,
+            is_repeatable=generate is not None and generate.sampling.HasField("seed"),
+        )
         self._lost_at_s = 0.0
         self._num_resumes = 0
 
@@ -140,9 +145,10 @@ class RequestStream:
     def _next_request(self) -> tuple[str, Any]:
         """The method to call, and with what."""
         # Generate with an id that lives attaches to the request, so it cannot begin twice.
-        if self._generate is not None and not self._received.has_any:
-            return "Generate", self._generate
         received = self._received
+        if self._generate is not None and (self._outage.is_forgotten or not received.has_any):
+            self._generate.from_token_by_index[:] = received.positions()
+            return "Generate", self._generate
         return "Resume", messages.resume_request(
             self._request_id, received.from_token, received.positions()
         )

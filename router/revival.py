@@ -7,7 +7,7 @@ what belongs to tokens that the caller has is dropped, and the rest is what the 
 would have sent.
 """
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
 
 from headrace.service.errors import ServiceError
@@ -65,6 +65,15 @@ class Origin:
     error: ServiceError | None = None
 
 
+# For each completion, the position of the first token that a caller wants; raises ServiceError.
+FirstTokens = Callable[[Origin], Sequence[int]]
+
+
+def from_the_beginning(origin: Origin) -> Sequence[int]:
+    """A caller that has received nothing."""
+    return [0] * origin.spec.n
+
+
 def remembered(request: ClientRequest) -> Origin:
     """A request of this router, to be taken up under the next epochs."""
     return Origin(
@@ -97,14 +106,6 @@ def _remembered(completion: ClientCompletion) -> Past:
         owner=owner,
         num_cached_tokens=completion.num_cached_tokens,
     )
-
-
-def new_completions(
-    request: ClientRequest, keys: Sequence[int], tokenizer: TextTokenizer
-) -> list[ClientCompletion]:
-    """The completions of a request that was just admitted."""
-    make = _Texts(request, tokenizer).make
-    return [ClientCompletion(request, index, key, make(0)) for index, key in enumerate(keys)]
 
 
 def revived_completions(

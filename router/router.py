@@ -22,7 +22,7 @@ from router.gate import Gate
 from router.live import LiveRequests
 from router.outputs import CompletionFinish
 from router.request import ClientRequest, Int32Array, Spec
-from router.revival import Origin, new_completions, revived_completions
+from router.revival import FirstTokens, Origin, Past, from_the_beginning, revived_completions
 from router.rules import Rules
 from router.status_log import StatusLog
 from router.text.tokenizer import TextTokenizer
@@ -156,6 +156,8 @@ class Router:
         prompt_token_ids: Int32Array,
         prompt_text: str,
         tokenizer: TextTokenizer,
+        *,
+        first_tokens: FirstTokens = from_the_beginning,
     ) -> ClientRequest:
         """Admit and queue a request, or raise the ServiceError that says why not.
 
@@ -172,10 +174,14 @@ class Router:
             prompt_text=prompt_text,
             max_tokens=self._gate.check(spec, num_tokens, deadline, is_read=True),
             arrived_unix_s=reservation.arrived_unix_s,
+            pasts=[Past()] * spec.n,
         )
-        request = self.live.make(origin, reservation.arrived)
         # Everything that can fail comes before the request is registered.
-        request.completions.extend(new_completions(request, self.live.keys(spec.n), tokenizer))
+        wanted = first_tokens(origin)
+        request = self.live.make(origin, reservation.arrived)
+        request.completions.extend(
+            revived_completions(request, self.live.keys(spec.n), tokenizer, origin.pasts, wanted)
+        )
         self._gate.spend(spec.tenant, spec.n * num_tokens)
         self._gate.stop_reading(spec.tenant)
         reservation.request = request

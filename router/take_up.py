@@ -17,7 +17,7 @@ from headrace.status.states import State
 from headrace.status.store import StatusStore
 from router import outcomes
 from router.request import ClientRequest
-from router.revival import Origin, Past, remembered
+from router.revival import FirstTokens, Origin, Past, from_the_beginning, remembered
 from router.router import Router
 from router.status_log import Identity
 from router.text.tokenizer import ModelText, TextTokenizer
@@ -25,8 +25,6 @@ from router.text.tokenizer import ModelText, TextTokenizer
 _MAX_TRIES = 8
 # A new call waits this long for the store to say whether it repeats an earlier call.
 _REPEATED_TIMEOUT_S = 0.5
-
-FirstTokens = Callable[[Origin], Sequence[int]]
 
 
 @dataclass(frozen=True, slots=True)
@@ -102,7 +100,9 @@ class TakeUps:
             return _Found(self._merge(request_id, stored, first_tokens), is_claimed)
         raise outcomes.contested(request_id)
 
-    async def find_repeated(self, request_id: str, body_sha256: bytes) -> Origin | None:
+    async def find_repeated(
+        self, request_id: str, body_sha256: bytes, first_tokens: FirstTokens
+    ) -> Origin | None:
         """The request that a call repeats; None for a call with a new request.
 
         Raises ALREADY_EXISTS when another live request has the id.
@@ -117,7 +117,7 @@ class TakeUps:
                 raise outcomes.duplicate(request_id)
             if reservation.request is None:
                 raise outcomes.being_read(request_id)
-            return await self.find(request_id, from_the_beginning)
+            return await self.find(request_id, first_tokens)
         if stored is None:
             return None
         is_equal = bool(stored.spec) and self._body_of(stored) == body_sha256
@@ -125,7 +125,7 @@ class TakeUps:
             raise outcomes.duplicate(request_id)
         if not is_equal or not (stored.is_live or _has_ended_well(stored)):
             return None
-        return await self.find(request_id, from_the_beginning)
+        return await self.find(request_id, first_tokens)
 
     async def claim(
         self, stored: Stored, state: State, *, detail: str = "", is_recovery: bool = False
@@ -208,11 +208,6 @@ class TakeUps:
         if there is not None:
             _check_complete(there, pasts, first_tokens(origin))
         return replace(origin, pasts=pasts)
-
-
-def from_the_beginning(origin: Origin) -> Sequence[int]:
-    """A caller that has received nothing."""
-    return [0] * origin.spec.n
 
 
 def _has_ended_well(stored: Stored) -> bool:

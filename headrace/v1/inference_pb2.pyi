@@ -74,6 +74,7 @@ class GenerateRequest(_message.Message):
     KEEP_SPECIAL_TOKENS_FIELD_NUMBER: _builtins.int
     KEEP_ON_DISCONNECT_FIELD_NUMBER: _builtins.int
     RECOVER_FIELD_NUMBER: _builtins.int
+    FROM_TOKEN_BY_INDEX_FIELD_NUMBER: _builtins.int
     request_id: _builtins.str
     """1 to 128 characters of [A-Za-z0-9._:-]. Generated (UUID) when empty."""
     model: _builtins.str
@@ -129,6 +130,13 @@ class GenerateRequest(_message.Message):
     def response_format(self) -> Global___ResponseFormat:
         """Shape of the output; reserved for grammars. Only TEXT is accepted now."""
 
+    @_builtins.property
+    def from_token_by_index(self) -> _containers.RepeatedScalarFieldContainer[_builtins.int]:
+        """For a call that repeats an earlier one: the first token wanted of each completion, by index. What
+        belongs to earlier tokens is not sent. As a seed fixes the output, a request that no router
+        knows any more is generated again without repeating anything. Needs sampling.seed. Empty: 0.
+        """
+
     def __init__(
         self,
         *,
@@ -148,10 +156,11 @@ class GenerateRequest(_message.Message):
         keep_special_tokens: _builtins.bool = ...,
         keep_on_disconnect: _builtins.bool = ...,
         recover: Global___GenerateRequest.Recover.ValueType = ...,
+        from_token_by_index: _abc.Iterable[_builtins.int] | None = ...,
     ) -> None: ...
     _HasFieldArgType: _TypeAlias = _typing.Literal["chat", b"chat", "deadline", b"deadline", "prompt", b"prompt", "response_format", b"response_format", "sampling", b"sampling", "text", b"text", "token_ids", b"token_ids"]  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["cache_salt", b"cache_salt", "chat", b"chat", "deadline", b"deadline", "echo", b"echo", "include_stop_str_in_output", b"include_stop_str_in_output", "keep_on_disconnect", b"keep_on_disconnect", "keep_special_tokens", b"keep_special_tokens", "model", b"model", "priority", b"priority", "prompt", b"prompt", "recover", b"recover", "request_id", b"request_id", "response_format", b"response_format", "sampling", b"sampling", "tenant", b"tenant", "text", b"text", "token_ids", b"token_ids"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["cache_salt", b"cache_salt", "chat", b"chat", "deadline", b"deadline", "echo", b"echo", "from_token_by_index", b"from_token_by_index", "include_stop_str_in_output", b"include_stop_str_in_output", "keep_on_disconnect", b"keep_on_disconnect", "keep_special_tokens", b"keep_special_tokens", "model", b"model", "priority", b"priority", "prompt", b"prompt", "recover", b"recover", "request_id", b"request_id", "response_format", b"response_format", "sampling", b"sampling", "tenant", b"tenant", "text", b"text", "token_ids", b"token_ids"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     _WhichOneofReturnType_prompt: _TypeAlias = _typing.Literal["text", "token_ids", "chat"]  # noqa: Y015
     _WhichOneofArgType_prompt: _TypeAlias = _typing.Literal["prompt", b"prompt"]  # noqa: Y015

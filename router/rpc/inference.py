@@ -25,14 +25,14 @@ from router.aborts import Aborts
 from router.calls import Reservation
 from router.prompts import PromptReader
 from router.request import ClientRequest
-from router.revival import Origin
+from router.revival import FirstTokens, Origin
 from router.router import Router
 from router.rpc import spans, wire
 from router.rpc.model_defaults import ModelDefaults
 from router.rpc.scheduler_client import SchedulerClient
 from router.rpc.status_reply import read_status
 from router.stream import cost_of, replies
-from router.take_up import TakeUps, from_the_beginning
+from router.take_up import TakeUps
 from router.text.tokenizer import ModelText
 
 FULL_NAME = "headrace.v1.Inference"
@@ -72,19 +72,21 @@ class InferenceService:
         request_id = request.request_id or wire.new_request_id()
         wire.check_request_id(request_id)
         wire.check_tenant(request.tenant)
+        wire.check_repeatable(request)
+        wanted = functools.partial(wire.first_tokens, list(request.from_token_by_index), 0)
         body = wire.body_of(request)
         if body:
             take_ups = self._services.take_ups
-            if (origin := await take_ups.find_repeated(request_id, body)) is not None:
+            if (origin := await take_ups.find_repeated(request_id, body, wanted)) is not None:
                 del request
                 release_request()
-                await self._answer_again(origin, from_the_beginning(origin), context)
+                await self._answer_again(origin, wanted(origin), context)
                 return
         with (
             self._router.reserve(request_id, request.tenant, body) as reservation,
             spans.generation(request, request_id, model_name, context) as span,
         ):
-            live = await self._submit(request, reservation, model_name, context)
+            live = await self._submit(request, reservation, wanted, model_name, context)
             # `live` holds everything that the answer needs.
             del request
             release_request()
@@ -97,6 +99,7 @@ class InferenceService:
         self,
         request: inference_pb2.GenerateRequest,
         reservation: Reservation,
+        first_tokens: FirstTokens,
         model_name: str,
         context: Any,
     ) -> ClientRequest:
@@ -128,7 +131,9 @@ class InferenceService:
         )
         if words := list(request.sampling.bad_words):
             wire.add_bad_token_ids(spec, await services.prompts.bad_words(model_name, words))
-        return self._router.submit(reservation, spec, token_ids, text, tokenizer)
+        return self._router.submit(
+            reservation, spec, token_ids, text, tokenizer, first_tokens=first_tokens
+        )
 
     async def _answer(self, live: ClientRequest, context: Any) -> None:
         request_id = live.spec.request_id
@@ -159,7 +164,8 @@ class InferenceService:
     async def Resume(self, request: inference_pb2.ResumeRequest, context: Any) -> None:
         """Stream a request of any router from a token position."""
         request_id = wire.check_request_id(request.request_id)
-        wanted = functools.partial(wire.first_tokens, request)
+        by_index = list(request.from_token_by_index)
+        wanted = functools.partial(wire.first_tokens, by_index, request.from_token)
         origin = await self._services.take_ups.find(request_id, wanted)
         await self._answer_again(origin, wanted(origin), context)
 

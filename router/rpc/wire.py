@@ -150,16 +150,25 @@ def body_of(request: inference_pb2.GenerateRequest) -> bytes:
     """
     if not request.request_id:
         return b""
-    return hashlib.sha256(request.SerializeToString(deterministic=True)).digest()
+    body = inference_pb2.GenerateRequest()
+    body.CopyFrom(request)
+    body.ClearField("from_token_by_index")
+    return hashlib.sha256(body.SerializeToString(deterministic=True)).digest()
 
 
-def first_tokens(request: inference_pb2.ResumeRequest, origin: Origin) -> Sequence[int]:
+def check_repeatable(request: inference_pb2.GenerateRequest) -> None:
+    """Raise if a call goes on from a token of an output that nothing fixes."""
+    if request.from_token_by_index and not request.sampling.HasField("seed"):
+        raise invalid("sampling.seed", "must be set with from_token_by_index")
+
+
+def first_tokens(from_token_by_index: Sequence[int], from_token: int, origin: Origin) -> list[int]:
     """For each completion, the position of the first token wanted."""
-    n, by_index = origin.spec.n, list(request.from_token_by_index)
+    n, by_index = origin.spec.n, list(from_token_by_index)
     field = "from_token_by_index" if by_index else "from_token"
     if len(by_index) > n:
         raise invalid(field, f"must have at most {n} entries")
-    by_index += [request.from_token] * (n - len(by_index))
+    by_index += [from_token] * (n - len(by_index))
     if max(by_index) > origin.max_tokens:
         raise invalid(field, f"must be at most max_tokens, {origin.max_tokens}")
     return by_index

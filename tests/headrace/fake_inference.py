@@ -150,11 +150,15 @@ class FakeInference(inference_pb2_grpc.InferenceServicer):
             raise self.errors.pop(0)
         if request.model not in {"", MODEL}:
             raise not_found("UNKNOWN_MODEL", f"no model {request.model!r}; served: {MODEL}")
+        positions = list(request.from_token_by_index) or [0] * (request.sampling.n or 1)
+        body = inference_pb2.GenerateRequest()
+        body.CopyFrom(request)
+        body.ClearField("from_token_by_index")
         live = self.live.get(request.request_id)
-        if live is None or live.request != request:
-            live = self.live[request.request_id] = LiveRequest(request)
-            live.task = asyncio.create_task(live.run(self._answer(request)))
-        async for response in self._read(live, [0] * (request.sampling.n or 1)):
+        if live is None or live.request != body:
+            live = self.live[request.request_id] = LiveRequest(body)
+            live.task = asyncio.create_task(live.run(self._answer(body)))
+        async for response in self._read(live, positions):
             yield response
 
     async def Resume(self, request, context):

@@ -114,3 +114,24 @@ async def test_the_end_of_a_service_changes_no_answer(
         await until(lambda: any(f"{name} is back after" in line for line in running.lines))
     assert running.pid(name) != ended
     await eventually(running.is_quiet)
+
+
+async def test_a_router_that_dies_without_a_store_changes_no_answer(tiny_model: Path) -> None:
+    config = LocalConfig(
+        model_path=tiny_model,
+        model_name="tiny",
+        store_url="",
+        worker_flags=("--num-threads", "1", "--num-kv-blocks", "200"),
+    )
+    lines: list[str] = []
+    async with (
+        local_pool(config) as pool,
+        HeadraceClient(pool.address, tell=lines.append) as client,
+    ):
+        running = Running(pool, client, lines)
+        undisturbed = [answer.outputs for answer in await running.answers()]
+        asking = asyncio.create_task(running.answers())
+        await eventually(running.are_decoding)
+        os.kill(running.pid("router"), signal.SIGKILL)
+        assert [answer.outputs for answer in await asking] == undisturbed
+        assert any("resumed after" in line for line in lines)

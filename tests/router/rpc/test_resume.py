@@ -37,6 +37,31 @@ async def test_a_call_resumed_anywhere_again_and_again_gives_the_undisturbed_byt
             assert client == whole
 
 
+@pytest.mark.parametrize("case", CASES, ids=str)
+async def test_a_call_sent_again_to_a_router_that_knows_nothing_gives_the_rest(case):
+    rng = random.Random(str(case))
+    async with running_stack(scheduler=FakeScheduler(script=script)) as stack:
+        n = case.get("n", 1)
+        whole = Client(n)
+        await whole.read(stack.generate(**fields_of(case, "whole")))
+        for chance in range(8):
+            fields, client = fields_of(case, f"a-{chance}"), Client(n)
+            call = stack.generate(**fields)
+            await client.read(call, 1, rng.randrange(1, min(whole.positions)))
+            call.cancel()
+            fields = fields_of(case, f"b-{chance}") | {"from_token_by_index": client.positions}
+            await client.read(stack.generate(**fields))
+            assert client == whole
+
+
+async def test_a_call_that_goes_on_from_a_token_needs_a_seed(stack):
+    error = await error_of(stack.generate(request_id="r", from_token_by_index=[3]))
+    assert (error.code, error.field) == (grpc.StatusCode.INVALID_ARGUMENT, "sampling.seed")
+    fields = {"request_id": "r", "sampling": {"max_tokens": 8, "seed": 1}}
+    error = await error_of(stack.generate(from_token_by_index=[9], **fields))
+    assert (error.code, error.field) == (grpc.StatusCode.INVALID_ARGUMENT, "from_token_by_index")
+
+
 async def test_an_unknown_request_is_not_found(stack):
     error = await error_of(stack.resume("nobody", 0))
     assert (error.code, error.reason) == (grpc.StatusCode.NOT_FOUND, "UNKNOWN_REQUEST")
