@@ -13,6 +13,7 @@ from typing import Protocol
 from headrace.service.errors import ServiceError
 from headrace.status.states import State
 from headrace.status.store import StatusStore
+from router import outcomes
 from router.router import Router
 from router.take_up import TakeUps
 
@@ -52,18 +53,23 @@ class Aborts:
         self._claims = asyncio.Semaphore(_MAX_CLAIMS_AT_ONCE)
 
     async def end(self, request_ids: Sequence[str]) -> Mapping[str, bool | None]:
-        """For each request: True if it is being ended, False if it had ended, None if unknown."""
+        """For each request: True if it is being ended, False if it had ended, None if unknown.
+
+        Raises the store's ServiceError when only the store could tell.
+        """
         ended = {request_id: self._router.abort(request_id) for request_id in request_ids}
         away = [request_id for request_id, found in ended.items() if found is None]
         if not away:
             return ended
         for found in await asyncio.gather(*(self._ask(one, away) for one in self._schedulers)):
             ended.update(dict.fromkeys(found, True))
-        for request_id, is_ended in zip(
-            away, await asyncio.gather(*map(self._end_in_store, away)), strict=True
-        ):
-            if ended[request_id] is None:
-                ended[request_id] = is_ended
+        answers = await asyncio.gather(*map(self._end_in_store, away), return_exceptions=True)
+        for request_id, answer in zip(away, answers, strict=True):
+            if ended[request_id] is not None:
+                continue
+            if isinstance(answer, BaseException):
+                raise answer
+            ended[request_id] = answer
         return ended
 
     @staticmethod
@@ -76,15 +82,12 @@ class Aborts:
 
     async def _end_in_store(self, request_id: str) -> bool | None:
         async with self._claims:
-            try:
-                for _ in range(_MAX_TRIES):
-                    stored = await self._store.load(request_id)
-                    if stored is None:
-                        return None
-                    if not stored.is_live:
-                        return False
-                    if await self._take_ups.claim(stored, State.ABORTED, detail="aborted"):
-                        return True
-            except ServiceError as error:
-                logger.info("the record of %s was not ended: %s", request_id, error.message)
-            return None
+            for _ in range(_MAX_TRIES):
+                stored = await self._store.load(request_id)
+                if stored is None:
+                    return None
+                if not stored.is_live:
+                    return False
+                if await self._take_ups.claim(stored, State.ABORTED, detail="aborted"):
+                    return True
+        raise outcomes.contested(request_id)

@@ -4,8 +4,10 @@ import asyncio
 import random
 
 import grpc
+import grpc.aio
 import pytest
 
+from headrace.service.errors import from_rpc_error, unavailable
 from headrace.status.states import State
 from headrace.v1 import common_pb2, inference_pb2
 from tests.router.cluster import running_cluster
@@ -140,6 +142,18 @@ async def test_an_abort_at_another_router_ends_what_runs_and_what_waits():
         await cluster.flush()
         response = await cluster.b.stub.Abort(inference_pb2.AbortRequest(request_ids=["runs"]))
         assert response.outcomes[0].result == result.RESULT_ALREADY_FINISHED
+
+
+async def test_an_abort_that_only_the_store_could_answer_fails_while_the_store_is_away(monkeypatch):
+    async with running_cluster(script=script) as cluster:
+
+        async def away(request_id):
+            raise unavailable("STORE_UNAVAILABLE", "away")
+
+        monkeypatch.setattr(cluster.b.store, "load", away)
+        with pytest.raises(grpc.aio.AioRpcError) as caught:
+            await cluster.b.stub.Abort(inference_pb2.AbortRequest(request_ids=["nobody"]))
+        assert from_rpc_error(caught.value).reason == "STORE_UNAVAILABLE"
 
 
 async def test_a_request_that_waits_in_one_router_is_aborted_from_another():
