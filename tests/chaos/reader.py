@@ -58,6 +58,7 @@ class Reader:
         self._resumes = resumes
         self._num_failures = 0
         self._num_not_found = 0
+        self._is_forgotten = False  # no router knows the request any more
 
     async def read(
         self,
@@ -95,7 +96,8 @@ class Reader:
     def _open(self) -> Any:
         stub, request = self._stubs[self.router], self.received.wanted.request
         # An aborted request that is sent again is a new request.
-        if self._resumes or self.received.is_begun or self.received.was_aborted:
+        is_known = self._resumes or self.received.is_begun or self.received.was_aborted
+        if is_known and not self._is_forgotten:
             self._tally.events["resume"] += 1
             positions = self.received.positions
             resume = inference_pb2.ResumeRequest(request_id=request.request_id)
@@ -105,6 +107,11 @@ class Reader:
                 resume.from_token_by_index.extend(positions)
             return stub.Resume(resume)
         self._tally.events["generate"] += 1
+        if self._is_forgotten:
+            again = inference_pb2.GenerateRequest()
+            again.CopyFrom(request)
+            again.from_token_by_index[:] = self.received.positions
+            return stub.Generate(again)
         return stub.Generate(request)
 
     async def _read_call(self, call: Any, until: Condition, pace_s: float) -> None:
@@ -115,6 +122,7 @@ class Reader:
             if response is grpc.aio.EOF:
                 break
             self._num_failures = self._num_not_found = 0
+            self._is_forgotten = False
             self.received.take(response)
             self._tally.progressed(request_id, is_prompt=not pace_s)
             if self.received.is_finished or until():
@@ -151,7 +159,7 @@ class Reader:
                 if self._resumes or self.received.was_aborted:
                     raise FailedError(error)
                 self._tally.sent_again(error.reason, self.received.began_s)
-                self.received.begin_again()
+                self._is_forgotten = True
         elif is_ours and error.code not in _RETRIED and error.reason not in _RETRIED_REASONS:
             raise FailedError(error)
         self._num_failures += 1
@@ -164,7 +172,8 @@ class Reader:
         self.router = self._rng.choice(others)
 
 
-# What says "send the request again": its output is the same, and the client drops what it has.
+# What says "send the request again": its output is the same, and the router leaves out what the
+# client has.
 _SEND_AGAIN = {"UNKNOWN_REQUEST", "NOT_KEPT", "TOKENS_LOST"}
 _NEVER_RETRIED = {grpc.StatusCode.DEADLINE_EXCEEDED}
 _RETRIED = {grpc.StatusCode.UNAVAILABLE}

@@ -58,10 +58,6 @@ class Received:
     def finish_reasons(self) -> list[int]:
         return [part.finish_reason for part in self._parts]
 
-    def begin_again(self) -> None:
-        """The request is sent again; what has come is dropped, and comes once more."""
-        self.__post_init__()
-
     def take(self, response: inference_pb2.GenerateResponse) -> None:
         """One message, in order."""
         if response.request_id != self.wanted.request.request_id:
