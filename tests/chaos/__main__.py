@@ -70,8 +70,12 @@ async def _run(plan: Run, folder: Path, tally: Tally) -> None:
     """Runs it, and says every half a minute how it goes."""
 
     async def tell() -> None:
+        num_told = 0
         while True:
             await asyncio.sleep(30)
+            for what in tally.violations[num_told:]:
+                print(f"VIOLATION {what}", flush=True)
+            num_told = len(tally.violations)
             print(
                 f"{tally.num_sigkills} SIGKILLs, {tally.requests.total()} requests,"
                 f" {len(tally.violations)} violations",
