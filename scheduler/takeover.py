@@ -20,10 +20,13 @@ def refusal(submission: Submission, older: LiveRequest) -> NotTaken | None:
     """Why a submission of a live id is a duplicate; None if it may take the request's place.
 
     The arrival tells apart requests that use one id one after the other; an epoch counts within one
-    request.
+    request. A call that was repeated while the store was away may live twice, with two arrivals:
+    the store knows one of the two, which is claimed there under greater epochs.
     """
     live = older.submission
     if (submission.arrival_time, submission.epoch) > (live.arrival_time, live.epoch):
+        return None
+    if submission.epoch > live.epoch and _is_repeated(submission, live):
         return None
     return NotTaken(
         submission.handle,
@@ -100,17 +103,24 @@ def _unread_token_ids(submission: Submission, older: LiveRequest) -> Int32Array 
 
 def _is_same(one: Submission, other: Submission) -> bool:
     """Whether two submissions are of one request and mean the same."""
+    return _place(one) == _place(other) and _is_repeated(one, other)
+
+
+def _is_repeated(one: Submission, other: Submission) -> bool:
+    """Whether two submissions are of one call, perhaps admitted twice: of the same tokens."""
     return _terms(one) == _terms(other) and np.array_equal(
         one.prompt_token_ids, other.prompt_token_ids
     )
 
 
+def _place(submission: Submission) -> tuple[object, ...]:
+    """What decides a request's place among others."""
+    return submission.arrival_time, submission.deadline, submission.priority
+
+
 def _terms(submission: Submission) -> tuple[object, ...]:
-    """All that decides a request's tokens and its place, without the arrays."""
+    """All that decides a request's tokens, without the arrays."""
     return (
-        submission.arrival_time,
-        submission.deadline,
-        submission.priority,
         submission.model,
         submission.max_tokens,
         submission.sampling,

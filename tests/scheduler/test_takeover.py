@@ -220,6 +220,21 @@ async def test_a_request_that_arrived_later_under_the_same_id_takes_the_id():
             assert router.received[old].has_moved
 
 
+async def test_of_a_call_that_was_admitted_twice_the_claimed_one_goes_on():
+    worker = FakeGpuWorker()
+    await worker.start()
+    async with running_scheduler([worker]) as scheduler:
+        await scheduler.ready()
+        async with router_to(scheduler, "a") as one, router_to(scheduler, "b") as other:
+            again = await one.submit(PROMPT, 50, request_id="x", arrival_time_unix_s=2.0)
+            await one.has_tokens(again, 3)
+            worker.hold()
+            claimed = await other.submit(PROMPT, 50, request_id="x", epoch=2)
+            await worker.release()
+            assert await other.finished(claimed) == [expected_tokens(PROMPT, 50)]
+            assert one.received[again].has_moved
+
+
 async def test_what_ended_before_it_could_be_taken_over_is_computed_from_its_tokens():
     worker = FakeGpuWorker()
     await worker.start()
