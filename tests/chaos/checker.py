@@ -9,7 +9,7 @@ import grpc.aio
 from headrace.service.errors import from_rpc_error
 from headrace.status.states import State
 from headrace.v1 import common_pb2, inference_pb2, inference_pb2_grpc
-from tests.chaos.cluster import ROUTERS, WORKERS, Cluster
+from tests.chaos.cluster import ROUTERS, Cluster
 from tests.chaos.received import Received
 
 _POLL_S = 0.2
@@ -70,7 +70,7 @@ async def _pool_faults(cluster: Cluster) -> list[str]:
         if any(counts):
             faults.append(f"{router} still counts (queued, in flight, paused) {counts}")
         ready = [w for w in pool.workers if w.state == common_pb2.WORKER_STATE_READY]
-        if len(ready) != len(WORKERS):
+        if len(ready) != len(cluster.workers):
             faults.append(f"{router} sees {len(ready)} ready workers")
         for worker in ready:
             if worker.num_running or worker.num_waiting:
@@ -88,7 +88,7 @@ async def _audit_faults(cluster: Cluster) -> list[str]:
         if isinstance(answer, str):
             faults.append(answer)
             continue
-        if len(answer.workers) != len(WORKERS):
+        if len(answer.workers) != len(cluster.workers):
             faults.append(f"{router} audits {len(answer.workers)} workers")
         for audit in answer.workers:
             faults += [f"{audit.worker_id}: {fault}" for fault in audit.faults]

@@ -8,14 +8,16 @@ import asyncio
 import contextlib
 import signal
 import sys
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Self
 
+import grpc.aio
 import numpy as np
 
 from headrace.service.children import tied_to_us
+from headrace.v1 import inference_pb2, inference_pb2_grpc
 from tests.chaos import stub_model
 from tests.chaos.proxy import Proxy
 from tests.chaos.stores import Store, make_store
@@ -38,6 +40,7 @@ class Shape:
     model_name: str = stub_model.MODEL
     step_ms: float = 20.0
     wrapper: Sequence[str] = ()
+    scheduler_of: Mapping[str, str] = field(default_factory=lambda: dict(SCHEDULER_OF))
     router_flags: Sequence[str] = ()
     scheduler_flags: Sequence[str] = ()
     worker_flags: Sequence[str] = ()
@@ -128,6 +131,8 @@ class Cluster:
         self.services: dict[str, Service] = {}
         self.proxies: dict[str, Proxy] = {}
         self.store: Store = make_store(shape.store, folder)
+        self.workers = tuple(shape.scheduler_of)
+        self.schedulers = tuple(dict.fromkeys(shape.scheduler_of.values()))
         self._stack = contextlib.AsyncExitStack()
 
     async def __aenter__(self) -> Self:
@@ -151,6 +156,19 @@ class Cluster:
         """Where clients reach a router."""
         return self.proxies[f"client-{router}"].address
 
+    async def until_ready(self) -> None:
+        """Waits until each router has all workers."""
+        for router in ROUTERS:
+            async with asyncio.timeout(PATIENCE_S):
+                async with grpc.aio.insecure_channel(self.address(router)) as channel:
+                    stub = inference_pb2_grpc.InferenceStub(channel)
+                    while True:
+                        request = inference_pb2.ListModelsRequest()
+                        models = (await stub.ListModels(request, wait_for_ready=True)).models
+                        if models and models[0].num_ready_workers == len(self.workers):
+                            break
+                        await asyncio.sleep(_POLL_S)
+
     @property
     def links(self) -> dict[str, list[Proxy]]:
         """Proxies by kind of link, e.g. "router-scheduler"."""
@@ -162,17 +180,22 @@ class Cluster:
 
     @property
     def num_recomputed_tokens(self) -> int:
-        files = (self._counts_file(worker) for worker in WORKERS)
+        files = (self._counts_file(worker) for worker in self.workers)
         return sum(int(np.fromfile(file, dtype=np.int64)[0]) for file in files if file.exists())
+
+    def num_placed(self, request_id: str) -> int:
+        """How often a stub worker was given the request."""
+        files = (Path(f"{self._counts_file(worker)}.placed") for worker in self.workers)
+        return sum(file.read_text().split().count(request_id) for file in files)
 
     async def _build(self) -> None:
         model = self.shape.model
         if not model:
             model = str(stub_model.write_model(self.folder / "model"))
-        for worker in WORKERS:
+        for worker in self.workers:
             self._add(worker, *self._worker_command(worker))
-        for scheduler in SCHEDULERS:
-            mine = [worker for worker in WORKERS if SCHEDULER_OF[worker] == scheduler]
+        for scheduler in self.schedulers:
+            mine = [w for w in self.workers if self.shape.scheduler_of[w] == scheduler]
             to_workers = [
                 flag for w in mine for flag in ("--worker", await self._link(scheduler, w))
             ]
@@ -185,7 +208,7 @@ class Cluster:
                 *self.shape.scheduler_flags,
             )
         for router in ROUTERS:
-            links = [await self._link(router, scheduler) for scheduler in SCHEDULERS]
+            links = [await self._link(router, scheduler) for scheduler in self.schedulers]
             self._add(
                 router,
                 *("router", "--router-id", router),
@@ -211,7 +234,7 @@ class Cluster:
                 *shape.worker_flags,
             )
         # One worker plans ahead, as on a GPU.
-        depth = "2" if worker == WORKERS[0] else "1"
+        depth = "2" if worker == self.workers[0] else "1"
         return (
             *("tests.chaos.stub_worker", "--worker-id", worker, "--step-ms", str(shape.step_ms)),
             *("--pipeline-depth", depth, "--counts-file", str(self._counts_file(worker))),

@@ -6,7 +6,7 @@ from typing import Any
 
 import grpc
 
-from headrace.client import HeadraceClient
+from headrace.client import HeadraceClient, ResumePolicy
 from headrace.service.errors import ServiceError
 from headrace.service.protocol import FINISH_REASON
 from headrace.types import Delta, Sampling
@@ -16,7 +16,14 @@ from tests.chaos.received import Received
 from tests.chaos.tally import Tally
 
 
-async def read(received: Received, addresses: Iterable[str], tally: Tally) -> None:
+async def read(
+    received: Received,
+    addresses: Iterable[str],
+    tally: Tally,
+    *,
+    policy: ResumePolicy | None = None,
+    recover_always: bool = False,
+) -> None:
     """Reads a request to its end.
 
     Raises:
@@ -24,19 +31,20 @@ async def read(received: Received, addresses: Iterable[str], tally: Tally) -> No
     """
     request = received.wanted.request
     prompt: Any = request.text or list(request.token_ids.ids)
-    async with HeadraceClient(",".join(addresses)) as client:
+    async with HeadraceClient(",".join(addresses), resume=policy) as client:
         while True:
             deltas = client.generate(
                 prompt,
-                sampling=_sampling(request),
+                sampling=to_sampling(request),
                 request_id=request.request_id,
                 priority=request.priority,
                 tenant=request.tenant,
                 include_stop_str_in_output=request.include_stop_str_in_output,
+                recover_always=recover_always,
             )
             try:
                 async for delta in deltas:
-                    received.take(_response(delta))
+                    received.take(to_response(delta))
                     tally.progressed(request.request_id)
                 tally.events["resumes by HeadraceClient"] += delta.num_resumes
                 return
@@ -48,7 +56,7 @@ async def read(received: Received, addresses: Iterable[str], tally: Tally) -> No
                 await asyncio.sleep(error.retry_after_s or 0.1)
 
 
-def _sampling(request: inference_pb2.GenerateRequest) -> Sampling:
+def to_sampling(request: inference_pb2.GenerateRequest) -> Sampling:
     given = {field.name: value for field, value in request.sampling.ListFields()}
     # A number that is set to its default is not listed.
     given["temperature"] = request.sampling.temperature
@@ -57,7 +65,7 @@ def _sampling(request: inference_pb2.GenerateRequest) -> Sampling:
     return Sampling(**{**given, "stop": list(request.sampling.stop)})
 
 
-def _response(delta: Delta) -> inference_pb2.GenerateResponse:
+def to_response(delta: Delta) -> inference_pb2.GenerateResponse:
     """The message that a delta came from."""
     output = inference_pb2.OutputDelta(
         index=delta.index,

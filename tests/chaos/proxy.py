@@ -1,10 +1,47 @@
-"""A TCP proxy in front of each service, whose connections can be cut.
+"""A TCP proxy in front of each service, whose connections can be cut and held.
 
 A proxy listens on one port for good; what is behind the port may die, and come back elsewhere.
 """
 
 import asyncio
 from typing import Self
+
+
+class Trap:
+    """Holds a connection from the moment that a request with the marker passes by.
+
+    holds_answers: the request arrives, and what comes back is held. Otherwise the request itself is
+    held, and all that follows it. What is held when its sender dies still arrives at the release.
+    """
+
+    def __init__(self, proxy: "Proxy", marker: bytes, *, holds_answers: bool) -> None:
+        self.sprung = asyncio.Event()
+        self._proxy = proxy
+        self._marker = marker
+        self._holds_answers = holds_answers
+        self._ends: set[_End] = set()
+        proxy.traps.append(self)
+
+    def look(self, near: "_End", data: bytes) -> "_End | None":
+        """The end to hold because of data that a client sends."""
+        if self._marker not in data:
+            return None
+        held = near.other if self._holds_answers else near
+        if held is not None:
+            self._ends.add(held)
+            self.sprung.set()
+        return held
+
+    def disarm(self) -> None:
+        """Holds no other connection from now on."""
+        if self in self._proxy.traps:
+            self._proxy.traps.remove(self)
+
+    def release(self) -> None:
+        """What is held goes on, and nothing is held any more."""
+        self.disarm()
+        for end in self._ends:
+            end.release()
 
 
 class _End(asyncio.Protocol):
@@ -16,6 +53,9 @@ class _End(asyncio.Protocol):
         self.transport: asyncio.Transport | None = None
         self.other: _End | None = None
         self._is_peer_full = False
+        self._is_held = False
+        self._is_lost = False
+        self._kept: list[bytes] = []
 
     def connection_made(self, transport: asyncio.BaseTransport) -> None:
         assert isinstance(transport, asyncio.Transport)
@@ -26,8 +66,22 @@ class _End(asyncio.Protocol):
             self._proxy.connect(self)
 
     def data_received(self, data: bytes) -> None:
-        if self.other is not None and self.other.transport is not None:
-            self.other.transport.write(data)
+        if self._is_near:
+            for trap in self._proxy.traps:
+                if (end := trap.look(self, data)) is not None:
+                    end._is_held = True
+        if self._is_held:
+            self._kept.append(data)
+        else:
+            self._pass_on(data)
+
+    def release(self) -> None:
+        """Passes on what was held, and the end of the connection if that has come."""
+        self._is_held = False
+        self._pass_on(b"".join(self._kept))
+        self._kept.clear()
+        if self._is_lost:
+            self._close_other()
 
     def pause_writing(self) -> None:
         if self.other is not None:
@@ -41,6 +95,15 @@ class _End(asyncio.Protocol):
 
     def connection_lost(self, exc: Exception | None) -> None:
         self._proxy.ends.discard(self)
+        self._is_lost = True
+        if not self._is_held:
+            self._close_other()
+
+    def _pass_on(self, data: bytes) -> None:
+        if self.other is not None and self.other.transport is not None:
+            self.other.transport.write(data)
+
+    def _close_other(self) -> None:
         if self.other is not None and self.other.transport is not None:
             self.other.transport.close()
 
@@ -63,6 +126,7 @@ class Proxy:
         self.is_blackhole = False
         self.is_refusing = False
         self.ends: set[_End] = set()
+        self.traps: list[Trap] = []
         self._server: asyncio.Server | None = None
         self._connecting: set[asyncio.Task[None]] = set()
 
@@ -95,6 +159,10 @@ class Proxy:
         """Breaks every connection."""
         for end in tuple(self.ends):
             _abort(end)
+
+    def trap(self, marker: str, *, holds_answers: bool = False) -> Trap:
+        """A new trap; armed until it is released."""
+        return Trap(self, marker.encode(), holds_answers=holds_answers)
 
     def connect(self, near: _End) -> None:
         """Connects a connection that has come in to the service."""

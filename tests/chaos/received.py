@@ -58,6 +58,11 @@ class Received:
     def finish_reasons(self) -> list[int]:
         return [part.finish_reason for part in self._parts]
 
+    def end(self, reason: int) -> None:
+        """A status has ended what had not ended."""
+        for part in self._parts:
+            part.finish_reason = part.finish_reason or reason
+
     def take(self, response: inference_pb2.GenerateResponse) -> None:
         """One message, in order."""
         if response.request_id != self.wanted.request.request_id:

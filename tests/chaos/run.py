@@ -7,12 +7,9 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from random import Random
 
-import grpc.aio
-
-from headrace.v1 import inference_pb2, inference_pb2_grpc
 from tests.chaos import killer, wanted
 from tests.chaos.checker import final_faults, num_stale_hints
-from tests.chaos.cluster import PATIENCE_S, ROUTERS, WORKERS, Cluster, Shape
+from tests.chaos.cluster import ROUTERS, Cluster, Shape
 from tests.chaos.load import Client
 from tests.chaos.prepared import prepare
 from tests.chaos.received import Received
@@ -39,7 +36,7 @@ async def run(plan: Run, folder: Path, tally: Tally) -> None:
     """Runs it and counts into the tally."""
     ended: dict[str, Received] = {}
     async with Cluster(plan.shape, folder) as cluster:
-        await until_ready(cluster)
+        await cluster.until_ready()
         draw = await prepare(cluster.address(ROUTERS[0])) if plan.shape.model else _drawer(plan)
         deadline = time.monotonic() + plan.run_s
 
@@ -70,17 +67,3 @@ async def run(plan: Run, folder: Path, tally: Tally) -> None:
 
 def _drawer(plan: Run) -> Callable[[Random, str], wanted.Wanted]:
     return lambda rng, request_id: wanted.draw(rng, request_id, plan.behaviours)
-
-
-async def until_ready(cluster: Cluster) -> None:
-    """Waits until each router has all workers."""
-    for router in ROUTERS:
-        async with asyncio.timeout(PATIENCE_S):
-            async with grpc.aio.insecure_channel(cluster.address(router)) as channel:
-                stub = inference_pb2_grpc.InferenceStub(channel)
-                while True:
-                    request = inference_pb2.ListModelsRequest()
-                    models = (await stub.ListModels(request, wait_for_ready=True)).models
-                    if models and models[0].num_ready_workers == len(WORKERS):
-                        break
-                    await asyncio.sleep(0.05)

@@ -8,7 +8,7 @@ import sys
 import time
 import types
 from collections import deque
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
 from pathlib import Path
@@ -77,6 +77,7 @@ class StubRunner:
         batch = self._rows.apply(plan)
         audit = self._rows.occupied_rows() if plan.wants_audit else None
         self._count(plan)
+        self._counts.placed([request.request_id for request in plan.row_requests])
         sampled = self._run(batch)
         opened = self._rows.open(batch)
         # Now: by the time the step completes, its rows may have other requests.
@@ -166,15 +167,21 @@ def _in_order(token_ids: Any, num_top: int) -> tuple[Any, ...]:
 
 
 class Counts:
-    """Recomputed tokens, in a mapped file: a number that SIGKILL does not lose."""
+    """What SIGKILL does not lose: recomputed tokens, in a mapped file, and the placed requests."""
 
     def __init__(self, file: str) -> None:
+        self._placed = Path(f"{file}.placed").open("ab", buffering=0)  # noqa: SIM115 for good
         if not Path(file).exists():
             np.zeros(1, dtype=np.int64).tofile(file)
         self._mapped = np.memmap(file, dtype=np.int64, mode="r+")
 
     def add(self, num_tokens: int) -> None:
         self._mapped[0] += num_tokens
+
+    def placed(self, request_ids: Sequence[str]) -> None:
+        """Notes requests that got a row, one a line."""
+        if request_ids:
+            self._placed.write("".join(f"{request_id}\n" for request_id in request_ids).encode())
 
 
 @dataclass(frozen=True, slots=True)

@@ -11,7 +11,6 @@ from tests.chaos.checker import final_faults
 from tests.chaos.cluster import ROUTERS, Cluster, Shape
 from tests.chaos.dying import MOMENTS
 from tests.chaos.load import Client
-from tests.chaos.run import until_ready
 from tests.chaos.tally import Tally
 from tests.chaos.wanted import draw
 from tests.headrace.waiting import until
@@ -55,7 +54,7 @@ async def dying(tmp_path_factory):
     file = folder / "moment"
     shape = Shape(wrapper=("tests.chaos.dying", str(file)), step_ms=10.0)
     async with Cluster(shape, folder) as cluster:
-        await until_ready(cluster)
+        await cluster.until_ready()
         dying = Dying(cluster, file)
         keeping = asyncio.create_task(dying.keep_running())
         yield dying
