@@ -70,8 +70,11 @@ async def test_whoever_dies_in_a_window_each_token_comes_once(
 async def test_what_was_admitted_and_waits_for_its_turn_runs_elsewhere(scene: Scene, victim: str):
     async with scene.act(f"waiting-{victim}"):
         trap = scene.trap("s0-w0")
-        first = scene.read("long", "two", "stopped")  # all that the worker takes
+        names = ("long", "two", "stopped")  # all that the worker takes
+        first = scene.read(*names)
         await trap.sprung.wait()
+        for name in names:
+            await scene.until_state(name, State.DISPATCHED, State.RUNNING)
         second = scene.read("one-token", "logprobs")
         await scene.until_state("one-token", State.QUEUED)
         await scene.until_state("logprobs", State.QUEUED)
