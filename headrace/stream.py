@@ -173,7 +173,8 @@ class RequestStream:
             return None
         if self._outage.num_failures == 1:
             self._lost_at_s = now_s
-            self._tell(f"lost the connection to {router.address} ({error.reason}), resuming")
+            what = "lost the connection" if self._received.has_any else "no connection"
+            self._tell(f"{what} to {router.address} ({error.reason}), resuming")
         self._routers.leave(router)
         self._received.rewind()
         return wait_s

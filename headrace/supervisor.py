@@ -5,7 +5,6 @@ Knows nothing of what the services are to each other: headrace.local does.
 
 import asyncio
 import contextlib
-import signal
 import time
 from collections import deque
 from collections.abc import Awaitable, Callable, Mapping, Sequence
@@ -13,7 +12,7 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from headrace.service import progress
-from headrace.service.children import tied_to_us
+from headrace.service.children import how_ended, tied_to_us
 
 Tell = Callable[[str], None]
 
@@ -134,8 +133,7 @@ class Child:
         """Waits until the process ends; how it ended."""
         code = await self.process.wait()
         await self._read_out()
-        how = f"was killed by {signal.Signals(-code).name}" if code < 0 else f"ended ({code})"
-        return LocalError(f"{self.name} {how}", self._last_lines)
+        return LocalError(f"{self.name} {how_ended(code)}", self._last_lines)
 
     async def stop(self, timeout_s: float) -> None:
         """Sends SIGTERM and waits; kills the process when that takes too long."""

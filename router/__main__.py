@@ -205,7 +205,10 @@ async def drain(router: Router, timeout_s: float, mode: DrainMode) -> None:
     try:
         await asyncio.wait_for(router.calls.wait_idle(), timeout_s)
     except TimeoutError:
-        logger.warning("%d requests are not done: %s", router.num_live, mode)
+        fate = "are left to other routers" if mode == "handover" else "are ended"
+        logger.warning(
+            "requests that were not done in %g s %s: %d", timeout_s, fate, router.num_live
+        )
         if mode == "handover":
             router.hand_over()
         else:

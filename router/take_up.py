@@ -25,6 +25,8 @@ from router.text.tokenizer import ModelText, TextTokenizer
 _MAX_TRIES = 8
 # A new call waits this long for the store to say whether it repeats an earlier call.
 _REPEATED_TIMEOUT_S = 0.5
+# The store learns the end of a request that ended here soon after the caller.
+_END_TIMEOUT_S, _END_POLL_S = 2.0, 0.02
 
 
 @dataclass(frozen=True, slots=True)
@@ -122,10 +124,22 @@ class TakeUps:
             return None
         is_equal = bool(stored.spec) and self._body_of(stored) == body_sha256
         if stored.is_live and not is_equal:
-            raise outcomes.duplicate(request_id)
+            await self._wait_for_end(request_id)
+            return None
         if not is_equal or not (stored.is_live or _has_ended_well(stored)):
             return None
         return await self.find(request_id, first_tokens)
+
+    async def _wait_for_end(self, request_id: str) -> None:
+        """Returns when the store knows that a request has ended; raises for one that goes on."""
+        with contextlib.suppress(TimeoutError):
+            async with asyncio.timeout(_END_TIMEOUT_S):
+                while self._router.calls.has_ended(request_id):
+                    await asyncio.sleep(_END_POLL_S)
+                    stored = await self._load_soon(request_id)
+                    if stored is None or not stored.is_live:
+                        return
+        raise outcomes.duplicate(request_id)
 
     async def claim(
         self, stored: Stored, state: State, *, detail: str = "", is_recovery: bool = False

@@ -140,7 +140,7 @@ def main() -> None:
     Start here:
       headrace demo                         start all services, ask a question, stop
       headrace serve                        serve the small model until Ctrl-C
-      headrace chat                         talk to it, from another terminal
+      headrace chat                         talk to the model, from another terminal
       echo "Once upon" | headrace generate - --max-tokens 40
 
     Commands that talk to a server find it by --server or HEADRACE_SERVER (127.0.0.1:8700).

@@ -37,7 +37,7 @@ if TYPE_CHECKING:
 @click.option("--echo", is_flag=True, help="Print the prompt before the answer.")
 @click.option("--include-stop", is_flag=True, help="Show the stop text that ended the answer.")
 @click.option(
-    "--request-id", default="", help="Id for abort, status and explain.  [default: random]"
+    "--request-id", default="", help="Id for resume, abort, status and explain.  [default: random]"
 )
 @click.option("--figures", is_flag=True, help="Print latency and throughput on stderr.")
 @json_option

@@ -41,9 +41,9 @@ def models(as_json: bool, **arguments: Any) -> None:
 def pool(what: str | None, as_json: bool, **arguments: Any) -> None:
     """The workers and their load, as the router sees them now.
 
-    With audit: how many KV blocks requests, prefix cache and nobody hold, by the books of the
-    schedulers, and whether the workers' own rows agree. Exit code 1 with the faults when a block
-    has no owner or a wrong one.
+    With audit: how many KV blocks are held by requests, held by the prefix cache, and free, by the
+    books of the schedulers, and whether the workers' own rows agree. When a block has no owner or a
+    wrong one, the faults are printed and the exit code is 1.
 
     \b
     Examples:

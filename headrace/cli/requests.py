@@ -33,6 +33,8 @@ def abort(request_ids: tuple[str, ...], tenant: str, as_json: bool, **arguments:
     else:
         for outcome in outcomes:
             click.echo(f"{outcome.request_id}  {outcome.result}")
+        if not outcomes:
+            click.echo(f"tenant {tenant!r} has no live requests here", err=True)
     unknown = sum(outcome.result is AbortResult.NOT_FOUND for outcome in outcomes)
     if unknown:
         raise Failure(f"{unknown} of {len(outcomes)} requests are not known to this router")

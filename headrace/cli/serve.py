@@ -40,7 +40,8 @@ _DRAIN_TIMEOUT_S = 5.0
 @model_options
 @click.option(
     "--store-url",
-    help='Status store: redis://, rediss:// or unix://; "" for none.  [default: an embedded one]',
+    help="Status store, as docs/operations.md lists the URLs: redis://, redis+sentinel://,"
+    ' redis+cluster://, unix://; "" for none.  [default: an embedded one]',
 )
 @click.option(
     "--data-dir",
@@ -102,6 +103,8 @@ def serve(
     store = {name: arguments.pop(name) for name in ("store_url", "data_dir", "ephemeral")}
     if store["ephemeral"] and (store["data_dir"] or store["store_url"]):
         raise click.UsageError("--ephemeral goes with neither --data-dir nor --store-url")
+    if store["data_dir"] and store["store_url"] is not None:
+        raise click.UsageError("--data-dir is of the embedded store; leave out --store-url")
     _check_free(host, port)
     seen = _seen_serving(serving | {"drain_timeout_s": drain_timeout_s}, config_file)
     with ProgressSteps() as steps:

@@ -27,3 +27,8 @@ def tied_to_us(command: Sequence[str], number: signal.Signals = signal.SIGKILL) 
     if sys.platform != "linux":
         return list(command)
     return [sys.executable, "-I", "-S", "-c", _TIE, str(os.getpid()), str(int(number)), *command]
+
+
+def how_ended(code: int) -> str:
+    """How a process with this return code ended, for a sentence that begins with its name."""
+    return f"was killed by {signal.Signals(-code).name}" if code < 0 else f"ended ({code})"

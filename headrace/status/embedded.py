@@ -23,7 +23,7 @@ from redis.asyncio.retry import Retry
 from redis.backoff import NoBackoff
 from redis.exceptions import RedisError
 
-from headrace.service.children import tied_to_us
+from headrace.service.children import how_ended, tied_to_us
 from headrace.service.private_dir import private_dir
 
 logger = logging.getLogger(__name__)
@@ -174,8 +174,8 @@ class EmbeddedStore:
                 return fcntl.flock(self._lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
             if time.monotonic() > deadline:
                 raise EmbeddedStoreError(
-                    f"another store has the data folder {folder}; stop that one, or give this one"
-                    " another folder"
+                    f"another `headrace serve` uses the data folder {folder}; stop that one, or"
+                    " choose another --data-dir"
                 )
             await asyncio.sleep(_POLL_S)
 
@@ -240,7 +240,7 @@ class EmbeddedStore:
                 return
             if time.monotonic() - started > _WELL_AFTER_S:
                 backoff_s = _FIRST_BACKOFF_S
-            logger.warning("the embedded store ended (%s), starting it again", code)
+            logger.warning("the embedded store %s; starting it again", how_ended(code))
             await asyncio.sleep(backoff_s)
             backoff_s = min(2 * backoff_s, _MAX_BACKOFF_S)
             try:
@@ -288,5 +288,5 @@ def _open_lock(folder: Path) -> int:
         return os.open(folder / "owner.lock", os.O_RDWR | os.O_CREAT, 0o600)
     except OSError as error:
         raise EmbeddedStoreError(
-            f"the data folder of the store cannot be written ({error}); give another one"
+            f"the store's data folder cannot be written ({error}); choose another --data-dir"
         ) from error

@@ -95,6 +95,7 @@ class WriteBehind:
         self._is_broken = False
         self.source: JournalSource | None = None
         self.is_healthy = False
+        self._was_away = False
         self.num_refused = 0
 
     @property
@@ -293,8 +294,10 @@ class WriteBehind:
     def _note_health(self, failure: str) -> None:
         if failure and self.is_healthy:
             logger.warning("status store is away, serving goes on without it: %s", failure)
+            self._was_away = True
         if not failure and not self.is_healthy:
-            logger.info("status store is here")
+            level = logging.WARNING if self._was_away else logging.INFO
+            logger.log(level, "status store is %s", "back" if self._was_away else "here")
         self.is_healthy = not failure
 
     def _give_up(self, taken: Mapping[str, Chain]) -> None:

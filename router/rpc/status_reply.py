@@ -8,11 +8,14 @@ from headrace.service.errors import not_found
 from headrace.status.records import Record
 from headrace.status.store import StatusStore
 from headrace.v1 import inference_pb2
+from router import outcomes
 
 
 async def read_status(store: StatusStore, request_id: str) -> inference_pb2.GetStatusResponse:
-    """A request's status; NOT_FOUND when the store has no record of the request."""
+    """A request's status; an error when the store has no record of the request."""
     records = await store.records(request_id)
+    if not records and not store.is_durable:
+        raise outcomes.not_known_yet(request_id)
     if not records:
         raise not_found("UNKNOWN_REQUEST", f"request_id: there is no record of {request_id!r}")
     return _response(request_id, records)

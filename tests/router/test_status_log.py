@@ -5,6 +5,7 @@ import grpc.aio
 import pytest
 import redis.asyncio
 
+from headrace.service.errors import from_rpc_error
 from headrace.status.embedded import EmbeddedStore
 from headrace.status.states import State, Writer
 from headrace.status.store import StatusStore, Update
@@ -45,6 +46,21 @@ async def test_a_request_is_queued_then_dispatched_and_its_stream_durable(store_
         for call in calls:
             assert [m async for m in call]
             assert dict(await call.trailing_metadata())["x-headrace-durable"] == "true"
+
+
+async def test_a_record_that_a_full_store_does_not_take_is_not_called_unknown():
+    async with EmbeddedStore() as server, running_stack(store_url=server.url) as stack:
+        await stack.until(lambda: stack.store.is_durable)
+        with pytest.raises(grpc.aio.AioRpcError) as caught:
+            await status(stack, "r")
+        assert from_rpc_error(caught.value).reason == "UNKNOWN_REQUEST"
+        async with redis.asyncio.Redis.from_url(server.url) as client:
+            await client.config_set("maxmemory", "1")
+        assert await stack.answer(request_id="r", sampling={"max_tokens": 2})
+        await stack.until(lambda: not stack.store.is_durable)
+        with pytest.raises(grpc.aio.AioRpcError) as caught:
+            await stack.stub.GetStatus(inference_pb2.GetStatusRequest(request_id="r"))
+        assert from_rpc_error(caught.value).reason == "STORE_UNAVAILABLE"
 
 
 async def test_ends_before_a_dispatch_are_the_routers_to_write(store_url):

@@ -95,6 +95,13 @@ def test_ephemeral_goes_with_no_other_place_for_the_records(headrace):
         assert "--ephemeral goes with neither" in result.stderr
 
 
+def test_a_data_folder_is_refused_where_no_embedded_store_is_started(headrace):
+    for url in ("", "redis://there"):
+        result = headrace("serve", "--data-dir", "here", "--store-url", url)
+        assert result.exit_code == 2
+        assert "--data-dir is of the embedded store" in result.stderr
+
+
 def test_ctrl_c_stops_serve_with_success(start):
     process = start("serve", "--port", "0", "--store-url", "")
     read_until(process.stdout, "Ctrl-C stops it")

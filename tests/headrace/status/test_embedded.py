@@ -95,7 +95,9 @@ async def test_a_damaged_file_is_set_aside(tmp_path, caplog):
 async def test_a_data_folder_has_one_store_at_a_time(tmp_path, monkeypatch):
     monkeypatch.setattr(embedded_module, "_LOCK_TIMEOUT_S", 0.0)
     async with EmbeddedStore(tmp_path / "data"):
-        with pytest.raises(EmbeddedStoreError, match="another store has the data folder"):
+        with pytest.raises(
+            EmbeddedStoreError, match="another `headrace serve` uses the data folder"
+        ):
             async with EmbeddedStore(tmp_path / "data"):
                 pass
     async with EmbeddedStore(tmp_path / "data"):

@@ -70,6 +70,16 @@ async def test_a_finished_request_is_read_again_without_any_scheduler():
         assert await cluster.b.answer("another", request_id="r-r", sampling={"max_tokens": 2})
 
 
+async def test_an_id_is_free_for_another_message_once_its_caller_has_read_the_end():
+    """The store learns the end a moment later than the caller."""
+    async with running_cluster(script=script) as cluster:
+        for number in range(8):
+            for message in ("one", "another"):
+                assert await cluster.a.answer(
+                    message, request_id=f"r{number}", sampling={"max_tokens": 4}
+                )
+
+
 async def test_a_repeated_call_attaches_at_another_router_and_another_message_is_refused():
     async with running_cluster(script=script) as cluster:
         for scheduler in cluster.schedulers:
