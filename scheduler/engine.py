@@ -187,7 +187,7 @@ class WorkerEngine:
         self._publish_ends([facts for facts in cancelled if facts.key in self._requests])
         for request in list(self._requests.values()):
             done = self._core.explain_live(request.key)
-            self._log.lost(request, self._info.worker_id, self.num_steps, done)
+            self._log.lost(request, self._info.worker_id, self._last_step, done)
             if request.key not in not_in_core:
                 self._take_from_core(request)
             request.num_losses += has_died and request.key in suspects
@@ -298,6 +298,11 @@ class WorkerEngine:
             return {}
         return {row: self._asking[row] for row in plan.rows.tolist() if row in self._asking}
 
+    @property
+    def _last_step(self) -> int:
+        """The step that was planned last, as timelines count the steps."""
+        return max(0, self._core.state.step_id - 1)
+
     def _note_admissions(
         self, admissions: Sequence[Admission]
     ) -> tuple[tuple[LiveRequest, FirstAdmission], ...]:
@@ -305,7 +310,7 @@ class WorkerEngine:
         first = []
         for admission in admissions:
             request = self._requests[admission.key]
-            self._log.admitted(request, admission.num_cached_tokens, self._info, self.num_steps)
+            self._log.admitted(request, admission.num_cached_tokens, self._info, self._last_step)
             request.is_admitted = True
             if request.admission is None:
                 facts = FirstAdmission(

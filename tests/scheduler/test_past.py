@@ -32,22 +32,28 @@ async def test_a_history_goes_on_after_a_lost_worker(worker):
     async with running_scheduler([worker]) as scheduler:
         await scheduler.ready()
         async with router_to(scheduler) as router:
+            for _ in range(8):
+                await router.finished(await router.submit(PROMPT, 2))
             handle = await router.submit(PROMPT, 100)
             await router.has_tokens(handle, 5)
             await worker.kill()
             await until(lambda: len(scheduler.pool._stranded) > 0)
-            stranded = await explained(router, "r0-0")
+            stranded = await explained(router, "r0-8")
             assert kinds(stranded) == ["ADDED", "ADMITTED", "SCHEDULED", "LOST"]
-            assert "its worker w0 was lost at step" in stranded.events[-1].detail
+            scheduled, lost = stranded.events[-2:]
+            assert lost.detail == f"its worker w0 was lost at step {lost.first_step}"
+            assert lost.first_step >= scheduled.last_step
             await worker.start()
             await router.finished(handle)
-            ended = await explained(router, "r0-0")
+            ended = await explained(router, "r0-8")
             first = ["ADDED", "ADMITTED", "SCHEDULED", "LOST"]
             assert kinds(ended)[:4] == first
             assert sorted(kinds(ended)[4:]) == sorted(
                 ["ADDED", "RECOVERED", "ADMITTED", "SCHEDULED", "FINISHED"]
             )
             recovered = next(event for event in ended.events if event.kind == "RECOVERED")
+            admitted = [event for event in ended.events if event.kind == "ADMITTED"][-1]
+            assert recovered.first_step == admitted.first_step
             num_tokens = int(recovered.detail.split(" of its ")[1].split()[0])
             assert num_tokens >= len(PROMPT) + 5
             assert ended.recomputed_tokens == num_tokens
