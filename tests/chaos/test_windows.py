@@ -10,8 +10,9 @@ import pytest
 import pytest_asyncio
 
 from headrace.status.states import State
+from headrace.v1 import inference_pb2
 from tests.chaos.cluster import Cluster
-from tests.chaos.windows import CLAIM, KINDS, SHAPE, Scene, read_to_end, until
+from tests.chaos.windows import CLAIM, HEAVY, KINDS, SHAPE, Scene, read_to_end, until
 
 pytestmark = [
     pytest.mark.system,
@@ -22,6 +23,7 @@ pytestmark = [
 LONG = KINDS["long"]
 LIVE = [state for state in State if not state.is_final]
 FINAL = [state for state in State if state.is_final]
+OUTCOME = inference_pb2.AbortOutcome
 
 
 @pytest_asyncio.fixture(scope="module", loop_scope="module")
@@ -243,3 +245,91 @@ async def test_after_a_power_cut_all_requests_are_finished(scene: Scene, with_th
         # Its client does not come back.
         await scene.until_state("left", State.LENGTH_CAPPED)
         await read_to_end(scene.raw(LONG, "left", "r0", resumes=True))
+
+
+# Where the request is held when the other router is asked to abort it.
+ABORTING = {
+    "dispatched": [("r0-s0", False)],
+    "cut-off": [("r0-s0", False), ("r0-s0", True)],
+    "planned": [("s0-w0", False)],
+    "finishing": [("s0-w0", True)],
+    "finished": [("r0-s0", True)],
+}
+
+
+@pytest.mark.parametrize("where", ABORTING)
+async def test_an_abort_at_the_other_router_and_the_request_have_one_end(scene: Scene, where: str):
+    async with scene.act(f"abort-{where}"):
+        for link, holds_answers in ABORTING[where]:
+            scene.trap(link, holds_answers=holds_answers)
+        waits_for = FINAL if where == "finished" else [State.DISPATCHED, State.RUNNING]
+        reader = scene.raw(KINDS["one-token"], "one", "r0")
+        reading = scene.start(read_to_end(reader))
+        await scene.until_state("one", *waits_for)
+        reader.received.was_aborted = True
+        seen = scene.watch("one")
+        outcome = await scene.abort("one", "r1")
+        wanted = OUTCOME.RESULT_ALREADY_FINISHED if where == "finished" else OUTCOME.RESULT_ABORTED
+        scene.release()
+        await reading
+        await scene.settle()
+        assert outcome == wanted
+        assert seen[-1] in FINAL
+        assert not set(FINAL).intersection(seen[:-1]), seen
+
+
+async def preempted(scene: Scene, name: str) -> str:
+    await scene.until_state(name, State.PREEMPTED)
+    return name
+
+
+async def first_of(*tasks: asyncio.Task[str]) -> str:
+    done, rest = await asyncio.wait(tasks, return_when=asyncio.FIRST_COMPLETED)
+    for task in rest:
+        task.cancel()
+    return done.pop().result()
+
+
+async def test_an_abort_ends_a_preempted_request(scene: Scene):
+    async with scene.act("abort-preempted"):
+        readers = {name: scene.raw(HEAVY, name, "r0") for name in ("a", "b")}
+        tasks = [scene.start(read_to_end(reader)) for reader in readers.values()]
+        name = await first_of(*(scene.start(preempted(scene, name)) for name in readers))
+        readers[name].received.was_aborted = True
+        assert await scene.abort(name, "r1") == OUTCOME.RESULT_ABORTED
+        await asyncio.gather(*tasks)
+        assert (await scene.record(name))["state"] == State.ABORTED
+
+
+async def test_an_abort_ends_a_paused_request_that_is_being_resumed(scene: Scene):
+    async with scene.act("abort-paused"):
+        reader = scene.raw(HEAVY, "one", "r0")
+        await reader.read(lambda: reader.received.is_begun)
+        await scene.until_state("one", State.PAUSED)
+        reader.received.was_aborted = True
+        _, outcome = await asyncio.gather(read_to_end(reader), scene.abort("one", "r1"))
+        assert outcome == OUTCOME.RESULT_ABORTED
+        await scene.until_state("one", State.ABORTED)
+
+
+@pytest.mark.parametrize("is_claimed", [False, True])
+async def test_an_abort_and_a_recovery_have_one_end(scene: Scene, is_claimed: bool):
+    async with scene.act(f"abort-recovering-{is_claimed}"):
+        plans = scene.trap("s0-w0")
+        reader = scene.raw(LONG, "one", "r0", recover_always=True)
+        await scene.leave(reader, *LIVE)
+        again = scene.raw(LONG, "one", "r0", resumes=True)
+        again.received.was_aborted = True
+        claims = scene.trap("r1-store", CLAIM, holds_answers=is_claimed)
+        await scene.kill("r0", "s0")
+        plans.release()
+        idle = scene.trap("r0-store", CLAIM)
+        await scene.restart("r0", "s0")
+        await claims.sprung.wait()
+        idle.release()
+        aborting = scene.start(scene.abort("one", "r0"))
+        await scene.until_state("one", *FINAL)
+        scene.release()
+        await aborting
+        await read_to_end(again)
+        assert (await scene.record("one"))["state"] == State.ABORTED

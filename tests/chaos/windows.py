@@ -130,6 +130,7 @@ class Scene:
             await self.restart(*self.cluster.services)
             await self.settle()
         finally:
+            self.name = ""
             self.release()
             for task in self._tasks:
                 task.cancel()
@@ -245,9 +246,10 @@ class Scene:
     def watch(self, kind: str) -> list[str]:
         """The states that a record has from now on, as far as they are seen."""
         seen: list[str] = []
+        act = self.name
 
         async def look() -> None:
-            while True:
+            while self.name == act:
                 state = (await self.record(kind)).get("state", "")
                 if seen[-1:] != [state]:
                     seen.append(state)
