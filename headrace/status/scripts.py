@@ -56,6 +56,7 @@ end
 # Returns {item, verdict, epoch, state, number} of items that were not simply applied, and
 # {item, "ENDED", router, its incarnation, create time} when no completion of the request lives.
 _WRITE = """
+local WELL = {STOPPED = true, LENGTH_CAPPED = true, REPETITION = true}
 local notes, num_items = {}, 0
 -- Completions with a piece in this call that came after a gap. Their final states have to wait for
 -- the missing tokens: whoever reads a final state counts on the whole journal.
@@ -83,7 +84,8 @@ local function judge(rule, target, new_epoch, new_born, record, name, run)
     -- A repeated call may be rejected by another router after the first call was admitted.
     if new_born < born and not (state == 'REJECTED' and rule.takes_over) then return 'OLDER' end
     if not rule.creates then return 'EARLY' end
-    return (rule.takes_over or not LIVE[state]) and 'NEW' or 'ILLEGAL'
+    -- What has ended well can be read again: a rejected call of its id does not wipe it.
+    return (rule.takes_over or not (LIVE[state] or WELL[state])) and 'NEW' or 'ILLEGAL'
   end
   if new_epoch < record.epoch or is_lost(record, new_epoch, name, run) then return 'STALE' end
   if new_epoch > record.epoch then

@@ -255,6 +255,15 @@ async def test_a_rejection_of_a_repeated_call_does_not_hide_the_admitted_request
     assert (await stored(router)).spec == b"spec"
 
 
+async def test_a_rejection_of_a_repeated_call_does_not_wipe_what_has_ended(router, scheduler):
+    await dispatched(router, spec=b"spec")
+    await append(scheduler, piece(0, 1, 2))
+    await scheduler.apply(update(State.STOPPED))
+    rejected = update(State.REJECTED, create_time_unix_s=NOW + 1.0)
+    assert (await router.apply(rejected)).verdict is Verdict.ILLEGAL
+    assert tokens_of(await stored(router)) == [1, 2]
+
+
 async def test_everything_of_a_request_expires_soon_after_its_last_completion(embedded, client):
     async with (
         StatusStore(embedded.url, Writer.ROUTER, live_ttl_s=100, finished_ttl_s=5) as router,
