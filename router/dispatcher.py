@@ -9,9 +9,8 @@ leaves a consistent state.
 import functools
 from collections.abc import Callable, Sequence
 from itertools import chain
-from typing import assert_never
 
-from headrace.vocabulary import CancelReason, FinishReason, RefusalReason
+from headrace.vocabulary import FinishReason, RefusalReason
 from router import outcomes
 from router.arrivals import Arrivals
 from router.core.credit import WorkerReport
@@ -118,7 +117,7 @@ class Dispatcher:
         """End a completion for the router's own reason, wherever it is."""
         if completion in self._flights:
             self._status.end_asked(completion, finish)
-            self._flights.cancel(completion, _cancel_reason(finish.reason))
+            self._flights.cancel(completion, finish)
         else:
             self.queue.remove(completion.key)
             self._status.ended_waiting(completion, finish)
@@ -380,21 +379,3 @@ def _stopped_by(stop: str) -> CompletionFinish:
 
 def _too_slow(completion: ClientCompletion, why: str) -> Failed:
     return Failed(completion, outcomes.too_slow(completion.request.spec, why))
-
-
-def _cancel_reason(reason: FinishReason) -> CancelReason:
-    """How a completion that ends here for this reason ends in its scheduler."""
-    match reason:
-        case FinishReason.STOP:
-            return CancelReason.STOP_STRING
-        case FinishReason.DEADLINE:
-            return CancelReason.DEADLINE
-        case (
-            FinishReason.ABORTED
-            | FinishReason.ERROR
-            | FinishReason.LENGTH
-            | FinishReason.REPETITION
-        ):
-            return CancelReason.ABORTED
-        case never:
-            assert_never(never)

@@ -3,8 +3,8 @@
 A completion in flight takes credit at its worker, except while it is paused.
 """
 
-from headrace.vocabulary import CancelReason
 from router.core.placement import Need, WorkerKey, WorkerPool
+from router.outputs import CompletionFinish
 from router.request import ClientCompletion, Owner, SchedulerLink
 
 
@@ -65,9 +65,9 @@ class Flights:
         if not completion.is_paused:
             self.pool.finished(completion.flight[1], was_admitted=completion.is_admitted)
 
-    def cancel(self, completion: ClientCompletion, reason: CancelReason) -> None:
+    def cancel(self, completion: ClientCompletion, finish: CompletionFinish) -> None:
         """End a completion in its scheduler too."""
-        completion.flight[0].cancel(completion, reason)
+        completion.flight[0].cancel(completion, finish)
         self.end(completion)
 
     def pause(self, completion: ClientCompletion) -> None:

@@ -17,7 +17,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from headrace.service.errors import ServiceError
-from headrace.vocabulary import CancelReason, FinishReason
+from headrace.vocabulary import FinishReason
 from router.core.fairness import Account
 from router.core.placement import Sent
 from router.core.prefix_index import Prefix
@@ -337,8 +337,8 @@ class SchedulerLink(Protocol):
         """Send a completion to its worker, under the completion's handle and epoch."""
         ...
 
-    def cancel(self, completion: ClientCompletion, reason: CancelReason) -> None:
-        """Cancel a submitted completion."""
+    def cancel(self, completion: ClientCompletion, finish: CompletionFinish) -> None:
+        """Cancel a submitted completion, which ends like this."""
         ...
 
     def set_paused(self, handle: int, *, is_paused: bool) -> None:

@@ -225,6 +225,8 @@ class Router:
                 reservation.error = outcomes.draining()
             elif self._status.is_configured and request.is_kept:
                 self._release(reservation, outcomes.draining())
+            elif request.is_finished and not request.has_reader:
+                self._close(request)
             else:
                 request.is_released = True  # its reader is told of no end, only of the error
                 self.live.fail(request, outcomes.draining())

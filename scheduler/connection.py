@@ -62,11 +62,12 @@ class RouterConnection:
         """Refuse a submission."""
         self._switchboard.tell(self._number, RouterUpdate(refusals=(refusal,)))
 
-    def cancel(self, handle: int, status: RequestStatus) -> None:
+    def cancel(self, handle: int, status: RequestStatus, detail: str = "") -> None:
         """End a request; no effect on a request that has ended."""
         if (request := self._switchboard.find(self._number, handle)) is not None:
             # The id is free from now on: a router may reuse it before the engine gets to this.
             self._switchboard.requests.release_id(request)
+            request.end_message = detail
             request.owner.cancel(request, status)
 
     def set_paused(self, handle: int, *, is_paused: bool) -> None:

@@ -250,19 +250,23 @@ class Cancellation(_message.Message):
 
     HANDLE_FIELD_NUMBER: _builtins.int
     REASON_FIELD_NUMBER: _builtins.int
+    DETAIL_FIELD_NUMBER: _builtins.int
     handle: _builtins.int
     """The handle of the submission."""
     reason: Global___CancelReason.ValueType
     """The cause, which becomes the final status."""
+    detail: _builtins.str
+    """More about the cause, for a person; becomes the record's detail."""
     def __init__(
         self,
         *,
         handle: _builtins.int = ...,
         reason: Global___CancelReason.ValueType = ...,
+        detail: _builtins.str = ...,
     ) -> None: ...
     _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["handle", b"handle", "reason", b"reason"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["detail", b"detail", "handle", b"handle", "reason", b"reason"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     def WhichOneof(self, oneof_group: _Never) -> None: ...
 

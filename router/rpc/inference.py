@@ -216,7 +216,10 @@ class InferenceService:
                 except ServiceError as error:
                     if error.code is not grpc.StatusCode.NOT_FOUND:
                         raise
-        raise not_found("UNKNOWN_REQUEST", f"request_id: no scheduler knows {request_id!r}")
+        raise not_found(
+            "UNKNOWN_REQUEST",
+            f"request_id: no scheduler has had {request_id!r} lately; GetStatus may know it",
+        )
 
     async def ListModels(
         self, _request: inference_pb2.ListModelsRequest, _context: Any

@@ -16,7 +16,7 @@ import grpc.aio
 
 from headrace.service.errors import ServiceError, from_rpc_error
 from headrace.v1 import common_pb2, inference_pb2, scheduler_pb2, scheduler_pb2_grpc
-from headrace.vocabulary import CancelReason
+from router.outputs import CompletionFinish
 from router.request import ClientCompletion
 from router.router import Router
 from router.rpc import scheduler_wire
@@ -67,9 +67,9 @@ class SchedulerClient:
         self._outbox.submit(scheduler_wire.to_submission(completion))
         self._has_mail.set()
 
-    def cancel(self, completion: ClientCompletion, reason: CancelReason) -> None:
-        """Cancel a submitted completion."""
-        cancellation = scheduler_wire.to_cancellation(completion.handle, reason)
+    def cancel(self, completion: ClientCompletion, finish: CompletionFinish) -> None:
+        """Cancel a submitted completion, which ends like this."""
+        cancellation = scheduler_wire.to_cancellation(completion.handle, finish)
         self._outbox.cancel(completion.request_id, cancellation)
         self._has_mail.set()
 

@@ -2,6 +2,7 @@
 
 from array import array
 from collections.abc import Iterable
+from typing import assert_never
 
 from headrace.service.columns import pack_int32, unpack_int32, unpack_uint32
 from headrace.service.errors import invalid
@@ -61,9 +62,28 @@ def to_submission(completion: ClientCompletion) -> scheduler_pb2.Submission:
     return submission
 
 
-def to_cancellation(handle: int, reason: CancelReason) -> scheduler_pb2.Cancellation:
-    """The cancellation of the completion that was sent under the handle."""
-    return scheduler_pb2.Cancellation(handle=handle, reason=CANCEL_REASON.number(reason))
+def to_cancellation(handle: int, finish: CompletionFinish) -> scheduler_pb2.Cancellation:
+    """The cancellation of the completion that was sent under the handle, and ends like this."""
+    reason = CANCEL_REASON.number(_cancel_reason(finish.reason))
+    return scheduler_pb2.Cancellation(handle=handle, reason=reason, detail=finish.message)
+
+
+def _cancel_reason(reason: FinishReason) -> CancelReason:
+    """How a completion that ends here for this reason ends in its scheduler."""
+    match reason:
+        case FinishReason.STOP:
+            return CancelReason.STOP_STRING
+        case FinishReason.DEADLINE:
+            return CancelReason.DEADLINE
+        case (
+            FinishReason.ABORTED
+            | FinishReason.ERROR
+            | FinishReason.LENGTH
+            | FinishReason.REPETITION
+        ):
+            return CancelReason.ABORTED
+        case never:
+            assert_never(never)
 
 
 def to_pause(handle: int, *, is_paused: bool) -> scheduler_pb2.Pause:

@@ -111,6 +111,8 @@ def to_spec(
         raise unimplemented(
             "RESPONSE_FORMAT", "response_format.type: only TYPE_TEXT is served; leave it out"
         )
+    if request.recover not in inference_pb2.GenerateRequest.Recover.values():
+        raise invalid("recover", "must be RECOVER_ON_RESUME or RECOVER_ALWAYS")
     deadlines = [d for d in (deadline_unix_s, _deadline(request)) if d is not None]
     deadline = min(deadlines, default=None)
     return Spec(

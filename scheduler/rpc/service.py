@@ -177,7 +177,8 @@ def _read(connection: RouterConnection, message: scheduler_pb2.RouterMessage) ->
     for pause in message.pauses:
         connection.set_paused(pause.handle, is_paused=pause.paused)
     for cancellation in message.cancellations:
-        connection.cancel(cancellation.handle, wire.status_of_cancellation(cancellation))
+        status = wire.status_of_cancellation(cancellation)
+        connection.cancel(cancellation.handle, status, cancellation.detail)
 
 
 def _what_to_tell(group: BaseExceptionGroup[BaseException]) -> BaseException:

@@ -37,9 +37,16 @@ async def test_the_rendered_pods_generate_and_stop(cluster):
         await cluster.start(service)
     for service in PODS:
         await eventually(lambda service=service: cluster.probe(service), timeout_s=240)
-    code, output = await cluster.helm_test()
-    assert code == 0
-    assert output.strip()
+    # The pod is started again until the scheduler has met its worker (restartPolicy: OnFailure).
+    outputs = []
+
+    async def has_generated() -> bool:
+        code, output = await cluster.helm_test()
+        outputs.append(output)
+        return code == 0
+
+    await eventually(has_generated, timeout_s=240)
+    assert outputs[-1].strip()
     for service in PODS:
         assert await cluster.stop(service) == 0
     assert not await cluster.probe("router")

@@ -44,9 +44,9 @@ class Link:
         del self.sent[handle]
         self.paused.discard(handle)
 
-    def cancel(self, completion, reason):
+    def cancel(self, completion, finish):
         handle = completion.handle
-        self.cancelled.append((handle, reason))
+        self.cancelled.append((handle, finish.reason))
         self.sent.pop(handle, None)
         self.paused.discard(handle)
 

@@ -4,7 +4,7 @@ from array import array
 
 import pytest
 
-from headrace.vocabulary import CancelReason, FinishReason
+from headrace.vocabulary import FinishReason
 from router.outputs import CompletionFinish, Logprobs, StepOutputs
 from router.stream import replies
 from tests.router.bench import TOKENIZER, Bench
@@ -59,7 +59,7 @@ async def test_a_stop_string_ends_the_request_while_its_client_reads_nothing():
         if completion.finish is None:
             bench.say([token_id])
     assert completion.finish == CompletionFinish(FinishReason.STOP, stop="END")
-    assert bench.links["s"].cancelled == [(completion.handle, CancelReason.STOP_STRING)]
+    assert bench.links["s"].cancelled == [(completion.handle, FinishReason.STOP)]
     num_tokens = len(ids("a END"))
     assert bench.request.account.virtual_tokens == 100 + 2 * num_tokens
     text, num_read, usage = await bench.read()

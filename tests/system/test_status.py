@@ -43,3 +43,31 @@ async def test_an_id_that_is_used_again_shows_the_request_that_uses_it():
             await until(lambda: bool(worker.plans[-1].freed_rows) and not engine._in_flight)
         writing.cancel()
         await asyncio.wait([writing])
+
+
+async def test_the_record_of_a_request_that_nobody_resumed_says_so():
+    worker = FakeGpuWorker(model=MODEL)
+    await worker.start()
+    async with (
+        EmbeddedStore() as embedded,
+        StatusStore(embedded.url, Writer.SCHEDULER) as store,
+        running_scheduler([worker], store=store) as scheduler,
+        running_stack(
+            schedulers=[scheduler], store_url=embedded.url, recovery={"orphan_ttl_s": 0.2}
+        ) as stack,
+    ):
+        writing = asyncio.create_task(store.run())
+        await scheduler.ready()
+        worker.hold()
+        call = stack.generate(token_ids={"ids": [11]}, request_id="r", keep_on_disconnect=True)
+        await until(lambda: bool(worker.plans))
+        call.cancel()
+
+        async def is_told() -> bool:
+            record = await store.get("r")
+            return record is not None and record.detail == "nobody resumed the request for 0.2 s"
+
+        await eventually(is_told)
+        await worker.release()
+        writing.cancel()
+        await asyncio.wait([writing])
