@@ -72,6 +72,10 @@ def draw(rng: Random, request_id: str, behaviours: frozenset[str] = frozenset(WE
     if does == "deadline":
         request.sampling.max_tokens, request.sampling.ignore_eos = 600, True
         request.deadline.FromNanoseconds(int((time.time() + rng.uniform(1, 5)) * 1e9))
+    if does == "clash":
+        # Long enough to live when the other request comes: an id is free again at its end.
+        request.sampling.max_tokens, request.sampling.ignore_eos = 600, True
+        del request.sampling.stop[:]
     request.include_stop_str_in_output = rng.random() < 0.3
     request.sampling.n = rng.choice((2, 3)) if does != "slow" and rng.random() < 0.2 else 1
     answers = [answer(request, prompt, index) for index in range(request.sampling.n)]
