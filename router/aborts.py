@@ -59,12 +59,15 @@ class Aborts:
         """
         ended = {request_id: self._router.abort(request_id) for request_id in request_ids}
         away = [request_id for request_id, found in ended.items() if found is None]
-        if not away:
-            return ended
-        for found in await asyncio.gather(*(self._ask(one, away) for one in self._schedulers)):
-            ended.update(dict.fromkeys(found, True))
-        answers = await asyncio.gather(*map(self._end_in_store, away), return_exceptions=True)
-        for request_id, answer in zip(away, answers, strict=True):
+        if away:
+            for found in await asyncio.gather(*(self._ask(one, away) for one in self._schedulers)):
+                ended.update(dict.fromkeys(found, True))
+        # Also those that end here or in a scheduler: whoever dies before the end is recorded would
+        # leave a request that can be taken up again.
+        is_there = self._store.is_durable
+        live = [i for i, found in ended.items() if found is None or (found and is_there)]
+        answers = await asyncio.gather(*map(self._end_in_store, live), return_exceptions=True)
+        for request_id, answer in zip(live, answers, strict=True):
             if ended[request_id] is not None:
                 continue
             if isinstance(answer, BaseException):

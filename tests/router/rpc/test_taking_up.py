@@ -154,6 +154,19 @@ async def test_an_abort_at_another_router_ends_what_runs_and_what_waits():
         assert response.outcomes[0].result == result.RESULT_ALREADY_FINISHED
 
 
+async def test_an_abort_is_recorded_before_it_is_answered():
+    """Else a request whose scheduler and router die next would be taken up again."""
+    async with running_cluster(script=script) as cluster:
+        for scheduler in cluster.schedulers:
+            scheduler.limit = 3
+        running = cluster.a.generate(request_id="r", sampling={"max_tokens": 20})
+        await running.read()
+        await cluster.flush()
+        await cluster.a.stub.Abort(inference_pb2.AbortRequest(request_ids=["r"]))
+        assert (await cluster.a.store.records("r"))[0].state is State.ABORTED
+        await cluster.a.rest(running)
+
+
 async def test_an_abort_that_only_the_store_could_answer_fails_while_the_store_is_away(monkeypatch):
     async with running_cluster(script=script) as cluster:
 
