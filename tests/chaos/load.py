@@ -13,7 +13,7 @@ import grpc.aio
 from headrace.service.errors import ServiceError, from_rpc_error
 from headrace.v1 import inference_pb2, inference_pb2_grpc
 from tests.chaos import library
-from tests.chaos.reader import FailedError, Reader, Stubs, abort
+from tests.chaos.reader import SEND_AGAIN, FailedError, Reader, Stubs, abort
 from tests.chaos.received import Received
 from tests.chaos.tally import Tally
 from tests.chaos.wanted import Wanted
@@ -96,7 +96,7 @@ class Client:
             self._tally.events["late"] += 1
         elif received.was_aborted and error.code in _ENDED_BY_ABORT:
             self._tally.events["aborted before its first token"] += 1
-        elif error.reason == "UNKNOWN_REQUEST" and self._tally.was_store_away(received.began_s):
+        elif error.reason in SEND_AGAIN and self._tally.was_store_away(received.began_s):
             self._tally.events["lost, admitted without a store"] += 1
         elif error.reason == "SCHEDULERS_LOST" and self._tally.kills["SIGKILL scheduler"] >= 3:
             # Blamed for the kills, as a request that kills schedulers is.

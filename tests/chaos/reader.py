@@ -153,7 +153,7 @@ class Reader:
         # Whether Headrace says so, not the connection.
         is_ours = error.reason != error.code.name or error.code in _NEVER_RETRIED
         self._tally.events[error.reason] += 1
-        if error.reason in _SEND_AGAIN:
+        if error.reason in SEND_AGAIN:
             self._num_not_found += 1
             if self._num_not_found > _MAX_NOT_FOUND:
                 if self._resumes or self.received.was_aborted:
@@ -174,7 +174,7 @@ class Reader:
 
 # What says "send the request again": its output is the same, and the router leaves out what the
 # client has.
-_SEND_AGAIN = {"UNKNOWN_REQUEST", "NOT_KEPT", "TOKENS_LOST"}
+SEND_AGAIN = {"UNKNOWN_REQUEST", "NOT_KEPT", "TOKENS_LOST"}
 _NEVER_RETRIED = {grpc.StatusCode.DEADLINE_EXCEEDED}
 _RETRIED = {grpc.StatusCode.UNAVAILABLE}
 _RETRIED_REASONS = {
