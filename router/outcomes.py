@@ -20,6 +20,8 @@ from router.core.admission import Reason, Reject
 from router.outputs import Refusal
 from router.request import ClientCompletion, Spec
 
+TOKENS_LOST = "TOKENS_LOST"
+
 
 def rejected(reject: Reject, prompt_field: str = "text") -> ServiceError:
     """A request that was not admitted; prompt_field names the field that held the prompt."""
@@ -162,7 +164,7 @@ def tokens_lost(request_id: str) -> ServiceError:
     """The request ended well, but its tokens or log probabilities are not all there."""
     return ServiceError(
         StatusCode.DATA_LOSS,
-        "TOKENS_LOST",
+        TOKENS_LOST,
         f"{request_id} has ended, and not all of its output was kept; send the request again",
     )
 

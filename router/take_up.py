@@ -128,7 +128,7 @@ class TakeUps:
             return None
         if not is_equal or not (stored.is_live or _has_ended_well(stored)):
             return None
-        return await self.find(request_id, first_tokens)
+        return await self._find_unless_lost(request_id, first_tokens)
 
     async def _wait_for_end(self, request_id: str) -> None:
         """Returns when the store knows that a request has ended; raises for one that goes on."""
@@ -140,6 +140,15 @@ class TakeUps:
                     if stored is None or not stored.is_live:
                         return
         raise outcomes.duplicate(request_id)
+
+    async def _find_unless_lost(self, request_id: str, first_tokens: FirstTokens) -> Origin | None:
+        """A request; None if the store lost output of it, which a repeated call generates again."""
+        try:
+            return await self.find(request_id, first_tokens)
+        except ServiceError as error:
+            if error.reason != outcomes.TOKENS_LOST:
+                raise
+            return None
 
     async def claim(
         self, stored: Stored, state: State, *, detail: str = "", is_recovery: bool = False

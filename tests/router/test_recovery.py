@@ -6,6 +6,7 @@ import time
 
 import grpc
 import pytest
+import redis.asyncio
 
 from headrace.status.records import Update
 from headrace.status.states import State, Writer
@@ -159,6 +160,19 @@ async def test_two_routers_that_look_at_once_recover_a_request_once():
             assert (record.state, record.num_recoveries) == (State.LENGTH_CAPPED, 1)
         sent = [s.request_id for one in cluster.schedulers for s in one.submissions]
         assert sorted(i for i in sent if "lost" in i) == [f"lost-{n}" for n in range(10)]
+
+
+async def test_a_repeated_call_gets_an_answer_of_which_the_store_lost_tokens():
+    async with graveyard() as (yard, cluster):
+        fields = {"request_id": "w", "sampling": {"max_tokens": 12, "seed": 7}}
+        whole, again = Client(1), Client(1)
+        await whole.read(cluster.a.generate(**fields))
+        await yard.until_ended("w")
+        async with redis.asyncio.Redis.from_url(cluster.url) as store:
+            assert await store.delete("headrace:2:{w}:tokens#0")
+        assert (await error_of(cluster.b.resume("w", 0))).reason == "TOKENS_LOST"
+        await again.read(cluster.b.generate(**fields))
+        assert again == whole
 
 
 async def test_a_request_that_was_recovered_too_often_fails():

@@ -199,7 +199,7 @@ async def test_no_request_is_lost_when_real_schedulers_take_a_worker_from_each_o
             return (tmp_path / f"{name}.log").read_text().count("is ready")
 
         async def runs_at(name: str, num_times: int) -> bool:
-            return num_times_ready(name) == num_times and bool(await num_running(client))
+            return num_times_ready(name) >= num_times and bool(await num_running(client))
 
         async with process(*schedule("b"), log=tmp_path / "b.log") as later:
             asking = [asyncio.create_task(ask_on()) for _ in range(4)]
@@ -208,8 +208,10 @@ async def test_no_request_is_lost_when_real_schedulers_take_a_worker_from_each_o
             await eventually(partial(runs_at, "a", 2))
             is_over.set()
             assert sum([await task for task in asking]) >= 4
-    # The earlier one had the worker before and after, the later one once.
-    assert (num_times_ready("a"), num_times_ready("b")) == (2, 1)
+    # The earlier one had the worker before and after, the later one once. On a loaded machine the
+    # stream of a killed scheduler may be found broken only after the earlier one has asked again.
+    assert num_times_ready("b") == 1
+    assert 2 <= num_times_ready("a") <= 3
 
 
 @asynccontextmanager
