@@ -17,6 +17,8 @@ from tests.headrace.waiting import until
 
 pytestmark = [
     pytest.mark.system,
+    # Much of this is in test_windows.py, too, one moment at a time.
+    pytest.mark.slow,
     pytest.mark.asyncio(loop_scope="module"),
     pytest.mark.timeout(600),
 ]

@@ -25,14 +25,18 @@ class Graveyard:
 
     def __init__(self, cluster):
         self.cluster = cluster
+        self.num_specs = 0
 
     async def spec_of(self, request_id, **fields):
         """The spec of a request that was really admitted."""
         for scheduler in self.cluster.schedulers:
             scheduler.limit = 1
-        call = self.cluster.a.generate(request_id="model", sampling={"max_tokens": 12, "seed": 7})
+        # A name of its own: a model that ended before its cancellation would be read again.
+        self.num_specs += 1
+        name = f"model-{self.num_specs}"
+        call = self.cluster.a.generate(request_id=name, sampling={"max_tokens": 12, "seed": 7})
         await call.read()
-        request = self.cluster.a.router.calls.get("model").request
+        request = self.cluster.a.router.calls.get(name).request
         spec = record_pb2.RequestSpec.FromString(stored_spec.encode(request))
         call.cancel()
         await self.cluster.a.until(lambda: self.cluster.a.is_empty)
