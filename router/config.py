@@ -115,9 +115,7 @@ class RecoveryConfig(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
 
     orphan_ttl_s: Annotated[
         float,
-        help_text(
-            "A kept request that nobody reads is ended when nobody resumes it so long.", gt=0
-        ),
+        help_text("How long a kept request waits for a caller to resume it before it ends.", gt=0),
     ] = 60.0
     drain_mode: Annotated[
         DrainMode,

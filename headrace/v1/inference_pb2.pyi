@@ -40,11 +40,11 @@ class GenerateRequest(_message.Message):
         RECOVER_UNSPECIFIED: GenerateRequest._Recover.ValueType  # 0
         """ON_RESUME."""
         RECOVER_ON_RESUME: GenerateRequest._Recover.ValueType  # 1
-        """When somebody resumes the request, when all services have restarted, or at once where the
+        """When a caller resumes the request, when all services have restarted, or at once where the
         request has a deadline.
         """
         RECOVER_ALWAYS: GenerateRequest._Recover.ValueType  # 2
-        """At once: the request is finished whether or not somebody reads it."""
+        """At once: the request is finished whether or not a caller reads it."""
 
     class Recover(_Recover, metaclass=_RecoverEnumTypeWrapper):
         """When a lost request is taken up again."""
@@ -52,11 +52,11 @@ class GenerateRequest(_message.Message):
     RECOVER_UNSPECIFIED: GenerateRequest.Recover.ValueType  # 0
     """ON_RESUME."""
     RECOVER_ON_RESUME: GenerateRequest.Recover.ValueType  # 1
-    """When somebody resumes the request, when all services have restarted, or at once where the
+    """When a caller resumes the request, when all services have restarted, or at once where the
     request has a deadline.
     """
     RECOVER_ALWAYS: GenerateRequest.Recover.ValueType  # 2
-    """At once: the request is finished whether or not somebody reads it."""
+    """At once: the request is finished whether or not a caller reads it."""
 
     REQUEST_ID_FIELD_NUMBER: _builtins.int
     MODEL_FIELD_NUMBER: _builtins.int
@@ -103,7 +103,7 @@ class GenerateRequest(_message.Message):
     """Leave special tokens (e.g. <|im_end|>) in the text. Default false."""
     keep_on_disconnect: _builtins.bool
     """What the end of the call means. False: the caller gave up, the request ends. True: the request
-    goes on, waits when too much of it is unread, and ends with ABORTED when nobody resumes it for
+    goes on, waits when too much of it is unread, and ends with ABORTED when it is not resumed for
     the router's orphan_ttl_s. Default false.
     """
     recover: Global___GenerateRequest.Recover.ValueType

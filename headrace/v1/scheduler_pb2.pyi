@@ -327,7 +327,7 @@ class SchedulerMessage(_message.Message):
 
     @_builtins.property
     def aborts(self) -> _containers.RepeatedScalarFieldContainer[_builtins.str]:
-        """Ids that somebody wants to end and that may be in this router's queue (see Scheduler.Abort)."""
+        """Ids of requests to abort that may be in this router's queue (see Scheduler.Abort)."""
 
     def __init__(
         self,

@@ -208,8 +208,8 @@ async def test_no_request_is_lost_when_real_schedulers_take_a_worker_from_each_o
             await eventually(partial(runs_at, "a", 2))
             is_over.set()
             assert sum([await task for task in asking]) >= 4
-    # The earlier one had the worker before and after, the later one once. On a loaded machine the
-    # stream of a killed scheduler may be found broken only after the earlier one has asked again.
+    # The earlier one had the worker before and after, the later one once. Exactly 2 was not reached
+    # in about one of a dozen runs on a loaded machine, for a reason that is not known yet.
     assert num_times_ready("b") == 1
     assert 2 <= num_times_ready("a") <= 3
 
