@@ -54,6 +54,21 @@ async def test_a_call_sent_again_to_a_router_that_knows_nothing_gives_the_rest(c
             assert client == whole
 
 
+async def test_a_call_that_goes_on_from_a_token_attaches_to_the_request_that_lives(stack):
+    stack.scheduler.is_paced = False
+    fields = {"request_id": "same", "sampling": {"max_tokens": 8, "seed": 1}}
+    first, client = stack.generate(**fields), Client(1)
+    await stack.until(lambda: stack.scheduler.live)
+    stack.scheduler.step(3)
+    await client.read(first, 1)
+    again = stack.generate(**fields, from_token_by_index=client.positions)
+    assert (await error_of(first)).reason == "RESUMED_ELSEWHERE"
+    await stack.until(lambda: stack.scheduler.adopted == [("same", 2)])
+    stack.scheduler.resume()
+    await client.read(again)
+    assert client.positions == [8]
+
+
 async def test_a_call_that_goes_on_from_a_token_needs_a_seed(stack):
     error = await error_of(stack.generate(request_id="r", from_token_by_index=[3]))
     assert (error.code, error.field) == (grpc.StatusCode.INVALID_ARGUMENT, "sampling.seed")
