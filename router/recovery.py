@@ -73,6 +73,7 @@ class Recovery:
 
     async def sweep(self) -> None:
         """Take up what is lost now."""
+        await self._look_at_doubts()
         async for records in self._store.orphans():
             living = [record for record in records if not record.state.is_final]
             if not living or self._router.calls.get(_request_id(living[0])):
@@ -85,6 +86,30 @@ class Recovery:
             if stored is None or _owners(stored) != {_owner(record) for record in living}:
                 continue  # another router was faster
             await self._consider(stored, living, known, is_lost=is_lost)
+
+    async def _look_at_doubts(self) -> None:
+        """Take up what an unanswered claim has made this router's.
+
+        Nobody else would: the request's router lives.
+        """
+        in_doubt = self._take_ups.in_doubt
+        for request_id, epochs in list(in_doubt.items()):
+            stored = await self._store.load(request_id)
+            is_here = self._router.calls.get(request_id) is not None
+            if stored is None or not stored.is_live or is_here:
+                in_doubt.pop(request_id, None)
+            elif stored.epochs != epochs:
+                living = [c.record for c in stored.completions if not c.record.state.is_final]
+                if self._is_ours(living):
+                    known = request_id, max(stored.epochs)
+                    await self._consider(stored, living, known, is_lost=await self._is_lost(living))
+                else:
+                    in_doubt.pop(request_id, None)
+            # Else the claim may yet come.
+
+    def _is_ours(self, living: Sequence[Record]) -> bool:
+        us = self._identity.router_id, self._identity.incarnation
+        return all((record.router_id, record.router_incarnation) == us for record in living)
 
     async def _consider(
         self, stored: Stored, living: Sequence[Record], known: tuple[str, int], *, is_lost: bool

@@ -23,6 +23,7 @@ from router.status_log import Identity
 from router.text.tokenizer import ModelText, TextTokenizer
 
 _MAX_TRIES = 8
+_MAX_IN_DOUBT = 10_000
 # A new call waits this long for the store to say whether it repeats an earlier call.
 _REPEATED_TIMEOUT_S = 0.5
 # The store learns the end of a request that ended here soon after the caller.
@@ -58,6 +59,9 @@ class TakeUps:
         self._identity = identity
         self.decode = decode
         self._body_of = body_of
+        # Requests whose claim was not answered, with the epochs that it was to raise: the claim
+        # may have come to the store, or may yet come.
+        self.in_doubt: dict[str, tuple[int, ...]] = {}
 
     async def find(self, request_id: str, first_tokens: FirstTokens) -> Origin:
         """A request to take up at once, live or ended; raises NOT_FOUND for an unknown one."""
@@ -154,14 +158,19 @@ class TakeUps:
         self, stored: Stored, state: State, *, detail: str = "", is_recovery: bool = False
     ) -> Stored | None:
         """Claim a live request for this router; None: somebody else was faster."""
-        return await self._store.claim(
-            stored,
-            state,
-            router_id=self._identity.router_id,
-            router_incarnation=self._identity.incarnation,
-            detail=detail,
-            is_recovery=is_recovery,
-        )
+        try:
+            return await self._store.claim(
+                stored,
+                state,
+                router_id=self._identity.router_id,
+                router_incarnation=self._identity.incarnation,
+                detail=detail,
+                is_recovery=is_recovery,
+            )
+        except ServiceError:
+            if state is State.QUEUED and len(self.in_doubt) < _MAX_IN_DOUBT:
+                self.in_doubt[stored.request_id] = stored.epochs
+            raise
 
     def _unknown(self, request_id: str) -> ServiceError:
         """A request that neither this router nor the store knows, as far as can be told."""

@@ -174,6 +174,11 @@ class Stored:
         """Whether any completion has not ended."""
         return any(not c.record.state.is_final for c in self.completions)
 
+    @property
+    def epochs(self) -> tuple[int, ...]:
+        """The epoch of each completion; a claim raises those of completions that live."""
+        return tuple(c.record.epoch for c in self.completions)
+
 
 class JournalSource(Protocol):
     """Where a writer's journal comes from. No call waits; all are made on the event loop."""

@@ -1,6 +1,6 @@
 """What must hold at the end: nothing lives, no block is owned, no key is kept for ever."""
 
-import asyncio
+import contextlib
 from collections.abc import Awaitable, Callable, Mapping, Sequence
 from typing import Any
 
@@ -11,6 +11,7 @@ from headrace.status.states import State
 from headrace.v1 import common_pb2, inference_pb2, inference_pb2_grpc
 from tests.chaos.cluster import ROUTERS, Cluster
 from tests.chaos.received import Received
+from tests.headrace.waiting import eventually
 
 _POLL_S = 0.2
 
@@ -31,6 +32,7 @@ async def final_faults(
     *,
     is_store_exact: bool,
     patience_s: float,
+    of: str = "",
 ) -> list[str]:
     """What is wrong with the cluster, and with the store, after the last request.
 
@@ -39,23 +41,25 @@ async def final_faults(
         ended: what clients received, by request.
         is_store_exact: no store was killed, so that every record is there.
         patience_s: how long each check may take to become true.
+        of: whose keys in the store are looked at: of all requests, or whose ids begin so.
     """
     faults = await _settled(patience_s, lambda: _pool_faults(cluster))
     faults += await _settled(patience_s, lambda: _audit_faults(cluster))
-    faults += await _settled(patience_s, lambda: _store_faults(cluster, ended, is_store_exact))
+    faults += await _settled(patience_s, lambda: _store_faults(cluster, ended, is_store_exact, of))
     return faults
 
 
 async def _settled(patience_s: float, check: Check) -> list[str]:
     """The faults that are left when patience ends."""
     faults: list[str] = []
-    try:
-        async with asyncio.timeout(patience_s):
-            while faults := await check():  # noqa: ASYNC110 other processes tell nobody
-                await asyncio.sleep(_POLL_S)
-    except TimeoutError:
-        return faults
-    return []
+
+    async def is_settled() -> bool:
+        faults[:] = await check()
+        return not faults
+
+    with contextlib.suppress(TimeoutError):
+        await eventually(is_settled, patience_s, poll_s=_POLL_S)
+    return faults
 
 
 async def _pool_faults(cluster: Cluster) -> list[str]:
@@ -108,10 +112,10 @@ async def _ask(cluster: Cluster, router: str, method: str, request: Any) -> Any:
 
 
 async def _store_faults(
-    cluster: Cluster, ended: Mapping[str, Received], is_store_exact: bool
+    cluster: Cluster, ended: Mapping[str, Received], is_store_exact: bool, of: str
 ) -> list[str]:
     """Keys without TTL, records that are not final, and records that say other than the client."""
-    keys = await cluster.store.read_all()
+    keys = await cluster.store.read_all(f"*:{{{of}*" if of else "*")
     faults = [f"{key} has no TTL" for key, (ttl_ms, _) in keys.items() if ttl_ms < 0]
     records: dict[str, Mapping[str, str]] = {}
     for key, (_, value) in keys.items():

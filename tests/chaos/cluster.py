@@ -21,6 +21,7 @@ from headrace.v1 import inference_pb2, inference_pb2_grpc
 from tests.chaos import stub_model
 from tests.chaos.proxy import Proxy
 from tests.chaos.stores import Store, make_store
+from tests.headrace.waiting import until
 
 ROUTERS, SCHEDULERS, WORKERS = ("r0", "r1"), ("s0", "s1"), ("w0", "w1", "w2")
 # Each worker has one scheduler: a worker takes plans from one at a time.
@@ -80,13 +81,17 @@ class Service:
                 *tied_to_us(command), stdout=log, stderr=log, start_new_session=True
             )
         self.process = process
-        while not address.exists():
-            if process.returncode is not None:
-                said = self.log.read_text(errors="replace")[-2000:]
-                raise RuntimeError(f"{self.name} ended at its start ({process.returncode}): {said}")
-            await asyncio.sleep(_POLL_S)
+        try:
+            await until(lambda: address.exists() or process.returncode is not None, PATIENCE_S)
+        except TimeoutError:
+            raise RuntimeError(f"{self.name} does not start: {self._said()}") from None
+        if not address.exists():
+            raise RuntimeError(f"{self.name} ended at its start: {self._said()}")
         for proxy in self.proxies:
             proxy.upstream = address.read_text()
+
+    def _said(self) -> str:
+        return self.log.read_text(errors="replace")[-2000:]
 
     def signal(self, number: signal.Signals) -> None:
         assert self.process is not None
@@ -95,8 +100,7 @@ class Service:
     async def kill(self) -> None:
         """SIGKILL, and waits until the process is gone."""
         if self.process is not None:
-            _signal(self.process, signal.SIGKILL)
-            await self.process.wait()
+            await _kill(self.process)
 
     async def replace(self) -> asyncio.subprocess.Process:
         """Starts a second process of the same name; returns the first, which is stopped only.
@@ -112,14 +116,19 @@ class Service:
 
     async def bury(self, process: asyncio.subprocess.Process) -> None:
         """Ends a process that was replaced."""
-        _signal(process, signal.SIGKILL)
-        await process.wait()
+        await _kill(process)
         self.old.remove(process)
 
 
 def _signal(process: asyncio.subprocess.Process, number: signal.Signals) -> None:
     with contextlib.suppress(ProcessLookupError):
         process.send_signal(number)
+
+
+async def _kill(process: asyncio.subprocess.Process) -> None:
+    _signal(process, signal.SIGKILL)
+    async with asyncio.timeout(PATIENCE_S):
+        await process.wait()
 
 
 class Cluster:

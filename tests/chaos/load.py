@@ -18,8 +18,6 @@ from tests.chaos.received import Received
 from tests.chaos.tally import Tally
 from tests.chaos.wanted import Wanted
 
-# Longer than any request needs, even if each of its owners is killed again and again.
-_PATIENCE_S = 400.0
 _ENDED_BY_ABORT = {grpc.StatusCode.ABORTED, grpc.StatusCode.NOT_FOUND}
 _OUTCOMES = inference_pb2.AbortOutcome
 # Small windows, so that a client that does not read is felt by the router.
@@ -42,8 +40,14 @@ class Client:
         rng: Random,
         tally: Tally,
         finish_by_name: dict[str, Received],
+        *,
+        request_s: float = 400.0,
     ) -> None:
-        """finish_by_name gets what each ended request received, by its id."""
+        """finish_by_name gets what each ended request received, by its id.
+
+        request_s: how long a request may take.
+        """
+        self._request_s = request_s
         self._name = name
         self._rng = rng
         self._tally = tally
@@ -77,7 +81,7 @@ class Client:
         received = Received(wanted)
         self._tally.requests[wanted.does] += 1
         try:
-            async with asyncio.timeout(_PATIENCE_S):
+            async with asyncio.timeout(self._request_s):
                 whole = await getattr(self, f"_{wanted.does}")(self._reader(received))
         except TimeoutError:
             self._violation(wanted, f"stuck at {received.positions}")

@@ -22,6 +22,14 @@ class Trap:
         self._ends: set[_End] = set()
         proxy.traps.append(self)
 
+    def __str__(self) -> str:
+        return f"the trap for {self._marker!r} at {self._proxy.name}"
+
+    @property
+    def is_given_up(self) -> bool:
+        """Whether the sender of something that is held has closed the connection."""
+        return any(end.is_lost for end in self._ends)
+
     def look(self, near: "_End", data: bytes) -> "_End | None":
         """The end to hold because of data that a client sends."""
         if self._marker not in data:
@@ -54,7 +62,7 @@ class _End(asyncio.Protocol):
         self.other: _End | None = None
         self._is_peer_full = False
         self._is_held = False
-        self._is_lost = False
+        self.is_lost = False
         self._kept: list[bytes] = []
 
     def connection_made(self, transport: asyncio.BaseTransport) -> None:
@@ -80,7 +88,7 @@ class _End(asyncio.Protocol):
         self._is_held = False
         self._pass_on(b"".join(self._kept))
         self._kept.clear()
-        if self._is_lost:
+        if self.is_lost:
             self._close_other()
 
     def pause_writing(self) -> None:
@@ -95,7 +103,7 @@ class _End(asyncio.Protocol):
 
     def connection_lost(self, exc: Exception | None) -> None:
         self._proxy.ends.discard(self)
-        self._is_lost = True
+        self.is_lost = True
         if not self._is_held:
             self._close_other()
 

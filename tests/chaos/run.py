@@ -1,6 +1,7 @@
 """One run: a cluster, a load, a killer, and the check at the end."""
 
 import asyncio
+import io
 import time
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
@@ -15,17 +16,26 @@ from tests.chaos.prepared import prepare
 from tests.chaos.received import Received
 from tests.chaos.tally import Tally
 
+_CLOSE_S = 30.0
+
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Run:
-    """What to run; ends after run_s, or at the so-manieth SIGKILL where max_kills is given."""
+    """What to run; ends after run_s, or at the so-manieth SIGKILL where max_kills is given.
+
+    request_s: longer than any request needs, even if each of its owners is killed again and again.
+    patience_s: how long each check at the end may take. tail_s: within so long after run_s a run
+    must end.
+    """
 
     seed: int
     run_s: float
     max_kills: int = 0
     num_clients: int = 16
     interval_s: float = 1.0
+    request_s: float = 400.0
     patience_s: float = 90.0
+    tail_s: float = 900.0
     ends_at_violation: bool = False
     shape: Shape = field(default_factory=Shape)
     weights: Mapping[str, int] = field(default_factory=lambda: dict(killer.WEIGHTS))
@@ -33,7 +43,21 @@ class Run:
 
 
 async def run(plan: Run, folder: Path, tally: Tally) -> None:
-    """Runs it and counts into the tally."""
+    """Runs it and counts into the tally; a run that does not end is a violation."""
+    running = asyncio.create_task(_run(plan, folder, tally))
+    await asyncio.wait([running], timeout=plan.run_s + plan.tail_s)
+    if running.done():
+        return running.result()
+    waits = io.StringIO()
+    for task in asyncio.all_tasks():
+        task.print_stack(limit=3, file=waits)
+    tally.violation(f"the run does not end: {waits.getvalue()}")
+    running.cancel()
+    await asyncio.wait([running], timeout=_CLOSE_S)
+    return None
+
+
+async def _run(plan: Run, folder: Path, tally: Tally) -> None:
     ended: dict[str, Received] = {}
     async with Cluster(plan.shape, folder) as cluster:
         await cluster.until_ready()
@@ -47,7 +71,14 @@ async def run(plan: Run, folder: Path, tally: Tally) -> None:
 
         addresses = {router: cluster.address(router) for router in ROUTERS}
         clients = [
-            Client(f"c{i}", addresses, Random(f"{plan.seed}/client/{i}"), tally, ended)
+            Client(
+                f"c{i}",
+                addresses,
+                Random(f"{plan.seed}/client/{i}"),
+                tally,
+                ended,
+                request_s=plan.request_s,
+            )
             for i in range(plan.num_clients)
         ]
         killing = killer.Killer(cluster, Random(f"{plan.seed}/killer"), tally, dict(plan.weights))

@@ -8,7 +8,7 @@ import asyncio
 import contextlib
 import random
 import socket
-from collections.abc import AsyncIterator
+from collections.abc import AsyncIterator, Mapping, Sequence
 from pathlib import Path
 from typing import Any, Self
 
@@ -17,6 +17,7 @@ from redis.exceptions import RedisError
 
 from headrace.service.children import tied_to_us
 from headrace.status.embedded import find_server
+from tests.headrace.waiting import eventually
 
 MASTER = "chaos"
 _PATIENCE_S = 60.0
@@ -47,15 +48,15 @@ class Node:
             self.process = await asyncio.create_subprocess_exec(
                 *tied_to_us(command), stdout=log, stderr=log, start_new_session=True
             )
-        async with asyncio.timeout(_PATIENCE_S), self.client() as client:
-            while not await _answers(client):  # noqa: ASYNC110 it tells nobody
-                await asyncio.sleep(_POLL_S)
+        async with self.client() as client:
+            await eventually(lambda: _answers(client), _PATIENCE_S, poll_s=_POLL_S)
 
     async def kill(self) -> None:
         """SIGKILL, and waits until the process is gone."""
         if self.process is not None and self.process.returncode is None:
             self.process.kill()
-            await self.process.wait()
+            async with asyncio.timeout(_PATIENCE_S):
+                await self.process.wait()
 
     @contextlib.asynccontextmanager
     async def client(self) -> AsyncIterator[redis.asyncio.Redis]:
@@ -95,13 +96,18 @@ class Store:
         for node in self.nodes:
             await node.kill()
 
-    async def read_all(self) -> dict[str, tuple[int, Any]]:
-        """Every key with its TTL in ms (negative: none) and its value, of hashes and sets only."""
+    async def read_all(self, match: str = "*") -> dict[str, tuple[int, Any]]:
+        """Every key with its TTL in ms (negative: none) and its value, of hashes and sets only.
+
+        Args:
+            match: a pattern of keys.
+        """
         found: dict[str, tuple[int, Any]] = {}
         for node in await self.masters():
             async with node.client() as client:
-                async for key in client.scan_iter(count=1000):
-                    found[key] = (await client.pttl(key), await _value(client, key))
+                keys = [key async for key in client.scan_iter(match, count=1000)]
+                for i in range(0, len(keys), 100):
+                    found |= await _values(client, keys[i : i + 100])
         return found
 
     async def masters(self) -> list[Node]:
@@ -109,13 +115,25 @@ class Store:
         return self.nodes
 
 
-async def _value(client: redis.asyncio.Redis, key: str) -> Any:
-    kind = await client.type(key)
-    if kind == "hash":
-        return await client.hgetall(key)  # type: ignore[misc]
-    if kind == "set":
-        return await client.smembers(key)  # type: ignore[misc]
-    return None
+async def _values(
+    client: redis.asyncio.Redis, keys: Sequence[str]
+) -> Mapping[str, tuple[int, Any]]:
+    """TTL and value of each key; None is a value of another kind, or of a key that has gone."""
+    async with client.pipeline(transaction=False) as pipe:
+        for key in keys:
+            pipe.pttl(key).type(key)
+        facts = await pipe.execute()
+        ttls, kinds = facts[::2], facts[1::2]
+        for key, kind in zip(keys, kinds, strict=True):
+            match kind:
+                case "hash":
+                    pipe.hgetall(key)
+                case "set":
+                    pipe.smembers(key)
+                case _:
+                    pipe.echo("")
+        values = await pipe.execute()
+    return {key: (ttl, value or None) for key, ttl, value in zip(keys, ttls, values, strict=True)}
 
 
 class SentinelStore(Store):
@@ -184,11 +202,9 @@ class ClusterStore(Store):
                 )
                 for other in self.nodes[:i]:
                     await client.execute_command("CLUSTER", "MEET", "127.0.0.1", other.port)
-        async with asyncio.timeout(_PATIENCE_S):
-            for node in self.nodes:
-                async with node.client() as client:
-                    while not await _is_whole(client):  # noqa: ASYNC110 it tells nobody
-                        await asyncio.sleep(_POLL_S)
+        for node in self.nodes:
+            async with node.client() as client:
+                await eventually(lambda c=client: _is_whole(c), _PATIENCE_S, poll_s=_POLL_S)  # type: ignore[misc]
         return self
 
 

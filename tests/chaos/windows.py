@@ -10,6 +10,7 @@ from typing import Any
 
 import grpc
 import grpc.aio
+import redis.asyncio
 
 from headrace.client import ResumePolicy
 from headrace.status.scripts import claim_script
@@ -23,6 +24,7 @@ from tests.chaos.reader import FailedError, Reader
 from tests.chaos.received import ABORTED, Received
 from tests.chaos.tally import Tally
 from tests.chaos.wanted import Wanted, answer
+from tests.headrace.waiting import eventually, until
 
 # One scheduler and one worker: the way of each request is known.
 SHAPE = Shape(
@@ -91,7 +93,7 @@ class Reading:
     async def until_begun(self, num_tokens: int = 1) -> None:
         """Waits until so many tokens of each have come."""
         for one in self.received:
-            await until(lambda one=one: min(one.positions) >= num_tokens)  # type: ignore[misc]
+            await until(lambda one=one: min(one.positions) >= num_tokens, PATIENCE_S)  # type: ignore[misc]
 
     async def finish(self) -> None:
         """Waits for the end of each; what comes must be exact."""
@@ -119,6 +121,9 @@ class Scene:
         self._ended: dict[str, Received] = {}
         self._traps: list[Trap] = []
         self._tasks: list[asyncio.Task[None]] = []
+        self._store = redis.asyncio.Redis(
+            port=cluster.store.nodes[0].port, decode_responses=True, socket_timeout=5
+        )
 
     @contextlib.asynccontextmanager
     async def act(self, name: str) -> AsyncIterator[None]:
@@ -129,20 +134,38 @@ class Scene:
             self.release()
             await self.restart(*self.cluster.services)
             await self.settle()
-        finally:
-            self.name = ""
-            self.release()
-            for task in self._tasks:
-                task.cancel()
-            await asyncio.gather(*self._tasks, return_exceptions=True)
-            self._traps.clear()
-            self._tasks.clear()
-            await self.restart(*self.cluster.services)
+        except BaseException:
+            await self._end()
+            await self._start_afresh()
+            raise
+        await self._end()
+
+    async def _end(self) -> None:
+        """Nothing of the test is held or runs any more."""
+        self.name = ""
+        self.release()
+        for task in self._tasks:
+            task.cancel()
+        if self._tasks:
+            await asyncio.wait(self._tasks, timeout=PATIENCE_S)
+        self._traps.clear()
+        self._tasks.clear()
+
+    async def _start_afresh(self) -> None:
+        """What a failed test has left must not fail the next one."""
+        await self.kill(*self.cluster.services)
+        await self._store.flushall()
+        await self.restart(*self.cluster.services)
+        await self.cluster.until_ready()
 
     async def settle(self) -> None:
         """Waits until nothing lives; all records are as clients have read."""
         faults = await final_faults(
-            self.cluster, self._ended, is_store_exact=True, patience_s=PATIENCE_S
+            self.cluster,
+            self._ended,
+            is_store_exact=True,
+            patience_s=PATIENCE_S,
+            of=f"{self.name}.",
         )
         assert not faults, faults
 
@@ -152,6 +175,13 @@ class Scene:
         marker = f"{self.name}." if marker is None else marker
         self._traps.append(trap := proxy.trap(marker, holds_answers=holds_answers))
         return trap
+
+    async def until_sprung(self, trap: Trap) -> None:
+        """Waits until a trap holds something."""
+        try:
+            await until(trap.sprung.is_set, PATIENCE_S)
+        except TimeoutError:
+            raise AssertionError(f"{trap} holds nothing") from None
 
     def release(self) -> None:
         """Releases all traps."""
@@ -224,6 +254,7 @@ class Scene:
     async def close(self) -> None:
         for channel in self._channels.values():
             await channel.close()
+        await self._store.aclose()
 
     def num_placed(self, name: str) -> int:
         """How often the worker was given a request, its completions together."""
@@ -233,14 +264,21 @@ class Scene:
     async def record(self, kind: str) -> Mapping[str, str]:
         """What the store says of a request's first completion."""
         key = f"headrace:2:{{{self.name}.{kind}}}:status#0"
-        async with self.cluster.store.nodes[0].client() as client:
-            return await client.hgetall(key)  # type: ignore[misc, no-any-return]
+        return await self._store.hgetall(key)  # type: ignore[misc, no-any-return]
 
     async def until_state(self, kind: str, *states: State) -> Mapping[str, str]:
         """Waits until the store says so."""
-        async with asyncio.timeout(PATIENCE_S):
-            while (record := await self.record(kind)).get("state") not in states:  # noqa: ASYNC110 it tells nobody
-                await asyncio.sleep(_POLL_S)
+        act, record = self.name, {}
+
+        async def is_there() -> bool:
+            nonlocal record
+            record = await self.record(kind)
+            return record.get("state") in states or self.name != act
+
+        try:
+            await eventually(is_there, PATIENCE_S)
+        except TimeoutError:
+            raise AssertionError(f"{act}.{kind} stays {record.get('state')}") from None
         return record
 
     def watch(self, kind: str) -> list[str]:
@@ -271,9 +309,3 @@ async def read_to_end(reader: Reader) -> None:
                 raise
             received.end(ABORTED)
     assert not received.faults, received.faults
-
-
-async def until(condition: Any) -> None:
-    async with asyncio.timeout(PATIENCE_S):
-        while not condition():  # noqa: ASYNC110 it tells nobody
-            await asyncio.sleep(_POLL_S)

@@ -8,6 +8,7 @@ import grpc
 import pytest
 import redis.asyncio
 
+from headrace.service.errors import ServiceError, unavailable
 from headrace.status.records import Update
 from headrace.status.states import State, Writer
 from headrace.status.store import StatusStore
@@ -164,6 +165,30 @@ async def test_two_routers_that_look_at_once_recover_a_request_once():
             assert (record.state, record.num_recoveries) == (State.LENGTH_CAPPED, 1)
         sent = [s.request_id for one in cluster.schedulers for s in one.submissions]
         assert sorted(i for i in sent if "lost" in i) == [f"lost-{n}" for n in range(10)]
+
+
+@pytest.mark.parametrize("is_late", [False, True])
+async def test_a_claim_that_the_store_does_not_answer_loses_nothing(monkeypatch, is_late):
+    async with graveyard() as (yard, cluster):
+        await yard.bury(await yard.spec_of("lost", recover=ALWAYS))
+        store, claim, asked = cluster.b.store, cluster.b.store.claim, []
+
+        async def unanswered(*args, **named):
+            asked.append(lambda: claim(*args, **named))
+            if not is_late:
+                await asked[0]()
+            raise unavailable("STORE_UNAVAILABLE", "no answer in time", 1.0)
+
+        with monkeypatch.context() as patch:
+            patch.setattr(store, "claim", unanswered)
+            with pytest.raises(ServiceError):
+                await cluster.b.recovery.sweep()
+        if is_late:
+            assert await asked[0]()
+        await cluster.b.recovery.sweep()
+        assert (await yard.until_ended("lost")).state is State.LENGTH_CAPPED
+        await cluster.b.recovery.sweep()
+        assert not cluster.b.recovery._take_ups.in_doubt
 
 
 async def test_a_repeated_call_gets_an_answer_of_which_the_store_lost_tokens():
