@@ -39,7 +39,7 @@ def is_health(method: str) -> bool:
     return method.startswith("/grpc.health.v1.Health/")
 
 
-async def _refuse(_context: Any) -> None:
+async def _refuse(_messages: Any, _context: Any) -> None:
     raise unauthenticated(
         "BAD_TOKEN", "send metadata `authorization: Bearer TOKEN` with this server's token"
     )

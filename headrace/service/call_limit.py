@@ -1,10 +1,12 @@
 """Bounds the number of open calls of one kind by ending the oldest ones."""
 
 import asyncio
-import contextlib
-from collections.abc import AsyncIterator
+from collections.abc import Awaitable
+from typing import TypeVar
 
 from headrace.service.errors import exhausted
+
+T = TypeVar("T")
 
 
 class CallLimit:
@@ -23,20 +25,19 @@ class CallLimit:
     def __len__(self) -> int:
         return len(self._opened)
 
-    @contextlib.asynccontextmanager
-    async def open_call(self) -> AsyncIterator[None]:
-        """Counts the block as an open call; RESOURCE_EXHAUSTED when a newer call ends the block."""
+    async def run(self, call: Awaitable[T]) -> T:
+        """Await an open call; RESOURCE_EXHAUSTED when a newer call ends this one."""
         now = asyncio.get_running_loop().time()
         self._make_room(now)
+        scope = asyncio.timeout(None)
         try:
-            async with asyncio.timeout(None) as scope:
+            async with scope:
                 self._opened[scope] = now
-                try:
-                    yield
-                finally:
-                    self._opened.pop(scope, None)
+                return await call
         except TimeoutError:
             raise exhausted("TOO_MANY_CALLS", "too many such calls are open", 1.0) from None
+        finally:
+            self._opened.pop(scope, None)
 
     def _make_room(self, now: float) -> None:
         while len(self._opened) >= self._max_num:

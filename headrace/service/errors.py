@@ -1,13 +1,12 @@
 """Errors that a service sends to its callers, and their conversion to and from gRPC.
 
-A service raises `ServiceError`; `ErrorInterceptor` maps it to a canonical code, a message and
+A service raises `ServiceError`; `map_errors` maps it to a canonical code, a message and
 google.rpc details (ErrorInfo with a stable reason, BadRequest with the field, RetryInfo). A
 caller gets the same `ServiceError` back from `from_rpc_error`.
 """
 
 import asyncio
 import logging
-from collections.abc import Awaitable, Callable
 from functools import partial
 from typing import Any, NoReturn
 
@@ -17,7 +16,7 @@ from google.protobuf.duration_pb2 import Duration
 from google.protobuf.message import DecodeError
 from google.rpc import error_details_pb2, status_pb2
 
-from headrace.service.handlers import CallOverError, HandlerInterceptor, surround
+from headrace.service.handlers import Behaviour, CallOverError, surround
 
 logger = logging.getLogger(__name__)
 
@@ -164,25 +163,19 @@ def _as_service_error(error: BaseException, method: str) -> ServiceError:
     return internal("INTERNAL", f"{method} failed: {type(error).__name__}; see the service's log")
 
 
-class ErrorInterceptor(HandlerInterceptor):
-    """Maps what handlers raise to status codes. Handlers are `make_handler`'s."""
-
-    def wrap(self, handler: Any, method: str) -> Any:
-        return map_errors(handler, method.rpartition("/")[2])
-
-
 def map_errors(handler: Any, method: str) -> Any:
     """The handler of `make_handler`, answering every exception that is no cancellation."""
+    name = method.rpartition("/")[2]
 
-    async def around(call: Callable[[], Awaitable[Any]], context: Any) -> Any:
+    async def around(behaviour: Behaviour, messages: Any, context: Any) -> Any:
         try:
-            return await call()
+            return await behaviour(messages, context)
         except (grpc.aio.AbortError, grpc.aio.UsageError, *_PROCESS_ENDS):
             raise
         except BaseException as error:
             if _is_cancelled(error):
                 raise
-            failure = _as_service_error(error, method)
+            failure = _as_service_error(error, name)
             code, status = failure.code, to_status(failure)
             del failure
         # After the except block, so that the traceback and the request in its frames are freed.

@@ -2,37 +2,37 @@
 
 Handlers are registered in any of gRPC's four kinds, as coroutines or async generators. gRPC
 decodes the request of a unary method before any code of the service runs. `over_bytes` converts all
-kinds to one, so that an interceptor is written once, runs before decoding, and sees every error.
+kinds to one, so that what surrounds a call is written once, runs before decoding, and sees every
+error. Each such layer is one coroutine of every call.
 """
 
 import asyncio
 import contextlib
+import functools
+import inspect
 from collections.abc import AsyncIterator, Awaitable, Callable
 from typing import Any
 
 import grpc
 import grpc.aio
 
-Call = Callable[[Any], Awaitable[Any]]
-Around = Callable[[Callable[[], Awaitable[Any]], Any], Awaitable[Any]]
+# Called with gRPC's iterator of messages, which stays unused because it holds its last message to
+# the end of the call, and with the call's context.
+Behaviour = Callable[[Any, Any], Awaitable[Any]]
+Around = Callable[[Behaviour, Any, Any], Awaitable[Any]]
 
 
-def make_handler(call: Call, *, has_response_stream: bool, serialize: Any = None) -> Any:
-    """A gRPC method handler that reads no message until `call` asks for one.
+def make_handler(behaviour: Behaviour, *, has_response_stream: bool, serialize: Any = None) -> Any:
+    """A gRPC method handler that reads no message until `behaviour` asks for one.
 
     Args:
-        call: given the call's context, from which it reads the bytes of requests; returns the
-            response's bytes, or writes a stream of responses to the context.
-        has_response_stream: whether `call` writes a stream.
+        behaviour: a coroutine function that reads the bytes of requests from the call's context;
+            returns the response's bytes, or writes a stream of responses to the context.
+        has_response_stream: whether `behaviour` writes a stream.
         serialize: the serializer of the responses.
     """
     kind = "stream_stream" if has_response_stream else "stream_unary"
     make = getattr(grpc, f"{kind}_rpc_method_handler")
-
-    # Requests are read from the context: gRPC's iterator holds its last message to the end.
-    async def behaviour(_messages: Any, context: Any) -> Any:
-        return await call(context)
-
     return make(behaviour, request_deserializer=None, response_serializer=serialize)
 
 
@@ -48,8 +48,9 @@ def over_bytes(
     """
     kind = f"{_arity(handler.request_streaming)}_{_arity(handler.response_streaming)}"
     behaviour, serialize = getattr(handler, kind), handler.response_serializer
+    is_generator = inspect.isasyncgenfunction(behaviour)
 
-    async def call(context: Any) -> Any:
+    async def call(_messages: Any, context: Any) -> Any:
         is_stream = handler.request_streaming
         request = _Decoded(context, decode) if is_stream else await read_one(context)
         responses = behaviour(request, context)
@@ -57,9 +58,9 @@ def over_bytes(
         del request
         if not handler.response_streaming:
             return serialize(await responses)
-        if not isinstance(responses, AsyncIterator):
+        if not is_generator:
             return await responses
-        async with contextlib.aclosing(responses):  # type: ignore[type-var]
+        async with contextlib.aclosing(responses):
             async for response in responses:
                 await write(context, response)
         return None
@@ -72,17 +73,13 @@ def over_bytes(
 
 
 def surround(handler: Any, around: Around) -> Any:
-    """A handler of `make_handler` with `around(call, context)` around each call.
+    """A handler of `make_handler` whose calls run as `around(behaviour, messages, context)`.
 
-    `call` has no arguments and runs the handler; what `around` returns is the call's response.
+    behaviour is that of the given handler, and `around` returns the call's response.
     """
-    inner = handler.stream_stream if handler.response_streaming else handler.stream_unary
-
-    async def call(context: Any) -> Any:
-        return await around(lambda: inner(None, context), context)
-
+    behaviour = handler.stream_stream if handler.response_streaming else handler.stream_unary
     return make_handler(
-        call,
+        functools.partial(around, behaviour),
         has_response_stream=handler.response_streaming,
         serialize=handler.response_serializer,
     )
@@ -91,13 +88,11 @@ def surround(handler: Any, around: Around) -> Any:
 class HandlerInterceptor(grpc.aio.ServerInterceptor):
     """Replaces each registered handler by a wrapper, which is made at the method's first call."""
 
-    def __init__(self) -> None:
+    def __init__(self, *wraps: Callable[[Any, str], Any]) -> None:
+        """wraps: called in order, each with the handler so far and the method's full name."""
+        self._wraps = wraps
         # By method: the registered handler and its wrapper.
         self._made: dict[str, tuple[Any, Any]] = {}
-
-    def wrap(self, handler: Any, method: str) -> Any:
-        """The handler to serve `method` with, e.g. "/headrace.v1.Inference/Generate"."""
-        raise NotImplementedError
 
     async def intercept_service(
         self,
@@ -110,7 +105,7 @@ class HandlerInterceptor(grpc.aio.ServerInterceptor):
         method = handler_call_details.method
         seen, made = self._made.get(method, (None, None))
         if seen is not handler:
-            made = self.wrap(handler, method)
+            made = functools.reduce(lambda inner, wrap: wrap(inner, method), self._wraps, handler)
             self._made[method] = handler, made
         return made
 
@@ -132,12 +127,6 @@ class CallOverError(asyncio.CancelledError):
     """The call was cancelled or its deadline passed, before gRPC cancelled the handler's task."""
 
 
-async def read(context: Any) -> bytes | None:
-    """The next request message of a call; None when there are no more."""
-    data = await context.read()
-    return None if data is grpc.aio.EOF else data
-
-
 class _Decoded:
     """The messages of a request stream."""
 
@@ -149,8 +138,8 @@ class _Decoded:
         return self
 
     async def __anext__(self) -> Any:
-        data = await read(self._context)
-        if data is None:
+        data = await self._context.read()
+        if data is grpc.aio.EOF:
             raise StopAsyncIteration
         return self._decode(data)
 

@@ -55,17 +55,19 @@ class Health(health_pb2_grpc.HealthServicer):
 
     async def Watch(self, request: health_pb2.HealthCheckRequest, context: Any) -> None:
         """Streams the status now and after each change."""
+        await self.watchers.run(self._watch(request, context))
+
+    async def _watch(self, request: health_pb2.HealthCheckRequest, context: Any) -> None:
         unknown = _Status(status=_Status.SERVICE_UNKNOWN)
         is_known = request.service in self._names
         last = None
-        async with self.watchers.open_call():
-            while True:
-                changed = self._changed
-                status = self._status if is_known else unknown
-                if status != last:
-                    await write(context, status)
-                    last = status
-                await changed.wait()
+        while True:
+            changed = self._changed
+            status = self._status if is_known else unknown
+            if status != last:
+                await write(context, status)
+                last = status
+            await changed.wait()
 
     @property
     def _status(self) -> health_pb2.HealthCheckResponse:

@@ -2,21 +2,20 @@
 
 A request is read after the token is checked (`auth`), and decoded if its number of fields is within
 bounds. Large requests are decoded a few at a time, first come, first served: the bytes of a request
-count until its handler calls `release_request` or ends.
+count until its handler calls `release_request` or the call ends.
 """
 
 import asyncio
-from collections.abc import Awaitable, Callable
 from contextvars import ContextVar
 from typing import Any, cast
 
-import grpc
+import grpc.aio
 from google.protobuf.message import DecodeError, Message
 
 from headrace.service.auth import is_health
 from headrace.service.call_limit import CallLimit
 from headrace.service.errors import ServiceError, exhausted, malformed
-from headrace.service.handlers import HandlerInterceptor, over_bytes, read, surround
+from headrace.service.handlers import over_bytes
 from headrace.service.message_size import MAX_FIELDS, too_many_fields
 
 # Requests received at a time; a further request ends the oldest that takes longer than _READ_S.
@@ -33,17 +32,17 @@ _MAX_HEALTH_READS = 64
 _held: ContextVar["_Held | None"] = ContextVar("headrace_request", default=None)
 
 
-class RequestInterceptor(HandlerInterceptor):
-    """Decodes requests for the registered handlers. The innermost interceptor."""
+class RequestReader:
+    """Reads and decodes requests for the registered handlers of a server."""
 
     def __init__(self) -> None:
-        super().__init__()
         self._large = LargeRequests(_MAX_LARGE_BYTES, _MAX_WAITING_BYTES)
         self._decoding = asyncio.Lock()
         self._reads = CallLimit(_MAX_READS, _READ_S)
         self._health_reads = CallLimit(_MAX_HEALTH_READS)
 
     def wrap(self, handler: Any, method: str) -> Any:
+        """The handler over bytes for a registered handler."""
         # FromString is a class method of the message.
         message = handler.request_deserializer.__self__
         # Streams of requests come from other services of Headrace, except reflection's.
@@ -58,8 +57,7 @@ class RequestInterceptor(HandlerInterceptor):
                 raise malformed(error) from error
 
         async def read_one(context: Any) -> Message:
-            async with self._reads.open_call():
-                data = await _only(context)
+            data = await self._reads.run(_only(context))
             if len(data) <= _MAX_SMALL_BYTES:
                 return decode(data)
             await self._large.enter(len(data))
@@ -69,20 +67,12 @@ class RequestInterceptor(HandlerInterceptor):
                 return decode(data)
 
         async def read_health(context: Any) -> Message:
-            async with self._health_reads.open_call():
-                data = await _only(context)
+            data = await self._health_reads.run(_only(context))
             if len(data) > _MAX_HEALTH_BYTES:
                 raise exhausted("TOO_LARGE", f"send at most {_MAX_HEALTH_BYTES} bytes")
             return decode(data)
 
-        async def around(call: Callable[[], Awaitable[Any]], _context: Any) -> Any:
-            try:
-                return await call()
-            finally:
-                release_request()
-
-        reader = read_health if is_health(method) else read_one
-        return surround(over_bytes(handler, decode, reader), around)
+        return over_bytes(handler, decode, read_health if is_health(method) else read_one)
 
 
 def _too_many_fields() -> ServiceError:
@@ -96,10 +86,10 @@ def _too_many_fields() -> ServiceError:
 
 async def _only(context: Any) -> bytes:
     """The request of a call with one request."""
-    data = await read(context)
-    if data is None:
+    data = await context.read()
+    if data is grpc.aio.EOF:
         raise malformed("the call carries no message")
-    return data
+    return cast("bytes", data)
 
 
 def release_request() -> None:
@@ -121,13 +111,19 @@ class LargeRequests:
         self.num_waiting_bytes = 0
 
     async def enter(self, num_bytes: int) -> None:
-        """Waits until a request is admitted; `release_request` in the same task releases it.
+        """Waits until a request is admitted, for this task.
+
+        `release_request` in the task or the task's end releases the request.
 
         Raises:
             ServiceError: RESOURCE_EXHAUSTED, when too much waits already.
         """
         await self._enter(num_bytes)
-        _held.set(_Held(self, num_bytes))
+        held = _Held(self, num_bytes)
+        _held.set(held)
+        task = asyncio.current_task()
+        assert task is not None, "a coroutine runs in a task"
+        task.add_done_callback(lambda _: held.release())
 
     async def _enter(self, num_bytes: int) -> None:
         if not self._waiting and self._has_room(num_bytes):

@@ -14,8 +14,9 @@ from grpc_reflection.v1alpha import reflection
 from headrace.service import health
 from headrace.service.auth import AuthInterceptor
 from headrace.service.config import ConfigError, help_text
-from headrace.service.errors import ErrorInterceptor
-from headrace.service.requests import RequestInterceptor
+from headrace.service.errors import map_errors
+from headrace.service.handlers import HandlerInterceptor
+from headrace.service.requests import RequestReader
 from headrace.service.tls import read_authorities, read_pair, read_token
 
 _MAX_PORT = 65_535
@@ -70,7 +71,7 @@ class GrpcServer:
         """service_names are full names, e.g. "headrace.v1.Inference"."""
         self._config = config
         # Outermost first.
-        chain = [*interceptors, ErrorInterceptor(), RequestInterceptor()]
+        chain = [*interceptors, HandlerInterceptor(RequestReader().wrap, map_errors)]
         if config.auth_token_file:
             chain.insert(0, AuthInterceptor(read_token(config.auth_token_file)))
         self.server = grpc.aio.server(

@@ -10,7 +10,7 @@ Attribute names follow OpenTelemetry's semantic conventions for RPC and for gene
 import asyncio
 import contextlib
 import os
-from collections.abc import Awaitable, Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextvars import ContextVar
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any
@@ -24,7 +24,7 @@ from opentelemetry.trace.propagation.tracecontext import TraceContextTextMapProp
 from opentelemetry.trace.status import Status, StatusCode
 
 from headrace.service.config import ConfigError
-from headrace.service.handlers import surround
+from headrace.service.handlers import Behaviour, surround
 
 if TYPE_CHECKING:
     from opentelemetry.sdk.trace import TracerProvider
@@ -256,9 +256,9 @@ class ServerSpans(grpc.aio.ServerInterceptor):
         if handler is None or not traceparent:
             return handler
 
-        async def traced(call: Callable[[], Awaitable[Any]], context: Any) -> Any:
+        async def traced(behaviour: Behaviour, messages: Any, context: Any) -> Any:
             with _server_span(handler_call_details.method, str(traceparent), context):
-                return await call()
+                return await behaviour(messages, context)
 
         return surround(handler, traced)
 

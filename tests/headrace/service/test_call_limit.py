@@ -13,11 +13,10 @@ async def open_call(limit):
     is_open = asyncio.Event()
 
     async def stay():
-        async with limit.open_call():
-            is_open.set()
-            await asyncio.Event().wait()
+        is_open.set()
+        await asyncio.Event().wait()
 
-    task = asyncio.create_task(stay())
+    task = asyncio.create_task(limit.run(stay()))
     await is_open.wait()
     return task
 
