@@ -7,6 +7,7 @@ leaves a consistent state.
 """
 
 import functools
+from collections import defaultdict
 from collections.abc import Callable, Sequence
 from itertools import chain
 
@@ -53,7 +54,7 @@ class Dispatcher:
         """clock is monotonic, wall_clock since the epoch; both in seconds."""
         self.pool = pool
         self.queue = queue
-        self._rate_by_model: dict[str, ServiceRate] = {}
+        self._rate_by_model: defaultdict[str, ServiceRate] = defaultdict(ServiceRate)
         self._models_with_waiting: set[str] = set()
         self._restraint = Restraint(unread, clock)
         self._suspects: Suspects[ClientCompletion] = Suspects()
@@ -311,7 +312,7 @@ class Dispatcher:
 
     def rate(self, model: str) -> ServiceRate:
         """How fast the requests for a model leave the queue."""
-        return self._rate_by_model.setdefault(model, ServiceRate())
+        return self._rate_by_model[model]
 
     def _need(self, completion: ClientCompletion, *, now: float) -> Need:
         request = completion.request

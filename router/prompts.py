@@ -131,30 +131,30 @@ class PromptReader:
         model: str,
         prompt: CheckedPrompt,
         check: Callable[[int], None],
+        max_tokens: Callable[[], int],
         *,
-        max_tokens: int,
         echo: bool,
         keep_special_tokens: bool,
     ) -> tuple[Int32Array, str]:
         """[num_tokens] ids, and the prompt's text for `echo` ("" when there is none).
 
-        check is called with lower bounds on the number of tokens, before any work and again when
-        the text is rendered; check raises when the request cannot be admitted. Above max_tokens
-        the bound is not refined. Raises ServiceError naming the field when the prompt is empty
-        or its messages do not fit the template, RESOURCE_EXHAUSTED when too much text is waiting,
-        and INTERNAL when the model's tokenizer fails.
+        check is called with lower bounds on the number of tokens before anything costs CPU, and
+        again when messages are rendered; check raises when the request cannot be admitted. Above
+        max_tokens the bound is not refined. Raises ServiceError naming the field when the prompt is
+        empty or its messages do not fit the template, RESOURCE_EXHAUSTED when too much text is
+        waiting, and INTERNAL when the model's tokenizer fails.
         """
         try:
-            check(1)
             if isinstance(prompt, TokenPrompt):
                 token_ids = prompt.token_ids
-                check(len(token_ids))
             else:
+                check(1)
                 token_ids = await self._tokenized(model, prompt, check, max_tokens)
             if not echo:
                 return token_ids, ""
             if isinstance(prompt, TextPrompt):
                 return token_ids, prompt.text
+            check(len(token_ids))
             data = token_ids.astype(np.int32).tobytes()
             job = Spell(model=model, token_ids=data, keep_special_tokens=keep_special_tokens)
             return token_ids, await self._do(job, len(token_ids), is_known=True)
@@ -167,7 +167,7 @@ class PromptReader:
         model: str,
         prompt: TextPrompt | ChatPrompt,
         check: Callable[[int], None],
-        max_tokens: int,
+        max_tokens: Callable[[], int],
     ) -> Int32Array:
         tokenizer = self._models[model].tokenizer
         job: Encode | EncodeChat
@@ -183,7 +183,7 @@ class PromptReader:
                 if self._has_spelled_control_tokens
                 else EncodeChat(model=model, chat=chat)
             )
-        check(tokenizer.least_tokens(text, max_tokens))
+        check(tokenizer.least_tokens(text, max_tokens()))
         data = await self._do(job, len(text), is_known=tokenizer.is_known)
         token_ids = np.frombuffer(data, np.int32)
         if not len(token_ids):

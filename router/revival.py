@@ -145,6 +145,8 @@ def _intact(spec: Spec, index: int, past: Past, first_token: int) -> Past:
     completion, though no record says so.
     """
     num_tokens = len(past.token_ids)
+    if not num_tokens and past.finish is None:
+        return past
     if past.serves(spec, index, first_token):
         if past.finish is not None:
             return past

@@ -8,7 +8,9 @@ import asyncio
 import contextlib
 import time
 from collections.abc import Callable, Iterator, Sequence
+from contextlib import AbstractContextManager
 from dataclasses import replace
+from typing import TypeVar
 
 from headrace.lazy_heap import LazyHeap
 from headrace.service.errors import ServiceError, aborted
@@ -26,6 +28,8 @@ from router.revival import FirstTokens, Origin, Past, from_the_beginning, revive
 from router.rules import Rules
 from router.status_log import StatusLog
 from router.text.tokenizer import TextTokenizer
+
+T = TypeVar("T")
 
 _ENDED_WELL = frozenset({FinishReason.STOP, FinishReason.LENGTH, FinishReason.REPETITION})
 
@@ -95,29 +99,25 @@ class Router:
         """Seconds on the monotonic clock."""
         return self._clock()
 
-    @contextlib.contextmanager
     def reserve(
         self, request_id: str, tenant: str, body_sha256: bytes = b""
-    ) -> Iterator[Reservation]:
+    ) -> AbstractContextManager[Reservation]:
         """Hold an id and a permit while a caller is answered, and clean up after the call."""
         if self.is_draining:
             raise outcomes.draining()
         reservation = self.calls.enter(request_id, tenant, body_sha256)
-        with self._answering(reservation):
-            yield reservation
+        return self._answering(reservation, reservation)
 
-    @contextlib.contextmanager
     def take_up(
         self, origin: Origin, first_tokens: Sequence[int], tokenizer: TextTokenizer
-    ) -> Iterator[ClientRequest]:
+    ) -> AbstractContextManager[ClientRequest]:
         """Take a request up for a caller, and clean up after the call.
 
         first_tokens: for each completion, the position of the first token that the caller wants.
         An earlier caller of this router is told.
         """
         reservation, request = self._take_up(origin, first_tokens, tokenizer, has_reader=True)
-        with self._answering(reservation):
-            yield request
+        return self._answering(reservation, request)
 
     def recover(self, origin: Origin, tokenizer: TextTokenizer) -> None:
         """Take a request up without a caller, and finish it."""
@@ -273,11 +273,11 @@ class Router:
         self._release(self._reservation_of(request), error)
 
     @contextlib.contextmanager
-    def _answering(self, reservation: Reservation) -> Iterator[None]:
+    def _answering(self, reservation: Reservation, held: T) -> Iterator[T]:
         """The stay of a caller; what the call's end means depends on how the call ends."""
         is_answered = False
         try:
-            yield
+            yield held
             is_answered = True
         except ServiceError:
             is_answered = True

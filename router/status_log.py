@@ -69,9 +69,11 @@ class StatusLog:
 
     def queued(self, completion: ClientCompletion) -> None:
         """The completion waits in the router, for the first time or again."""
+        if not self._store.is_configured:
+            return
         request = completion.request
         spec = None
-        if not completion.index and self._store.is_configured:
+        if not completion.index:
             spec = self._encode(request)
             request.is_kept = spec is not None
         self._record(
@@ -87,6 +89,8 @@ class StatusLog:
 
     def dispatched(self, completion: ClientCompletion) -> None:
         """The completion was sent to a scheduler."""
+        if not self._store.is_configured:
+            return
         link, sent = completion.flight
         self._record(
             completion,

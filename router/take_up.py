@@ -83,8 +83,11 @@ class TakeUps:
         if search.cancelled() or search.exception() is not None or not search.result().is_claimed:
             return
         origin = search.result().origin
-        call = self._router.take_up(origin, from_the_beginning(origin), self.tokenizer(origin))
-        with contextlib.suppress(asyncio.CancelledError, ServiceError), call:
+        wanted, tokenizer = from_the_beginning(origin), self.tokenizer(origin)
+        with (
+            contextlib.suppress(asyncio.CancelledError, ServiceError),
+            self._router.take_up(origin, wanted, tokenizer),
+        ):
             raise asyncio.CancelledError
 
     async def _find(self, request_id: str, first_tokens: FirstTokens) -> "_Found":

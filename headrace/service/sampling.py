@@ -34,9 +34,9 @@ def refuse(name: str, must: str, value: float) -> NoReturn:
 
 def _check_numbers(sampling: common_pb2.SamplingParams) -> None:
     for parameter in PARAMETERS:
-        value = getattr(sampling, parameter.name)
-        if sampling.HasField(parameter.name) and not parameter.allows(value):  # type: ignore[arg-type]
-            refuse(parameter.name, parameter.must, value)
+        name = parameter.name
+        if sampling.HasField(name) and not parameter.allows(getattr(sampling, name)):  # type: ignore[arg-type]
+            refuse(name, parameter.must, getattr(sampling, name))
 
 
 def _check_lengths(sampling: common_pb2.SamplingParams) -> None:
@@ -58,6 +58,7 @@ def _check_biases(sampling: common_pb2.SamplingParams) -> None:
         refuse(
             "logit_bias", f"must have at most {_MAX_LOGIT_BIAS} entries", len(sampling.logit_bias)
         )
-    for token_id, bias in sampling.logit_bias.items():
+    for token_id in sampling.logit_bias:
+        bias = sampling.logit_bias[token_id]
         if not -_MAX_BIAS <= bias <= _MAX_BIAS:
             refuse(f"logit_bias[{token_id}]", "must be between -100 and 100", bias)

@@ -215,13 +215,17 @@ def current_traceparent() -> str:
 
 def traceparent_of(span: Span) -> str:
     """The W3C `traceparent` of a span; "" when the span is not traced."""
+    if not span.get_span_context().is_valid:
+        return ""
     carrier: dict[str, str] = {}
     _PROPAGATOR.inject(carrier, trace.set_span_in_context(span, Context()))
-    return carrier.get("traceparent", "")
+    return carrier["traceparent"]
 
 
 def parse_traceparent(traceparent: str) -> Span | None:
     """A caller's span, to be a parent; None when the string is empty or not W3C's form."""
+    if not traceparent:
+        return None
     span = trace.get_current_span(_PROPAGATOR.extract({"traceparent": traceparent}, Context()))
     return span if span.get_span_context().is_valid else None
 

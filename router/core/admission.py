@@ -156,12 +156,15 @@ def decide(
 def fits(ask: Ask, capacities: Sequence[Capacity]) -> Admit | Reject:
     """Whether an empty worker could serve the request; there is at least one capacity."""
     best = max(capacities, key=lambda capacity: capacity.num_tokens)
-    room = best.num_tokens - ask.num_prompt_tokens
+    num_tokens = best.num_tokens
+    room = num_tokens - ask.num_prompt_tokens
+    if room >= max(1, ask.max_tokens or 0, ask.min_tokens):
+        return Admit(room if ask.max_tokens is None else ask.max_tokens)
     prompt = f"{'' if ask.is_read else 'at least '}{ask.num_prompt_tokens} tokens"
     limit = (
         f"max_model_len is {best.max_model_len}"
-        if best.max_model_len == best.num_tokens
-        else f"the KV pool carries {best.num_tokens}"
+        if best.max_model_len == num_tokens
+        else f"the KV pool carries {num_tokens}"
     )
     if room < 1:
         return Reject(
@@ -174,13 +177,11 @@ def fits(ask: Ask, capacities: Sequence[Capacity]) -> Admit | Reject:
             f"{ask.max_tokens} and a prompt of {prompt} do not fit: {limit}; at most "
             f"{room} are left for this prompt",
         )
-    if ask.min_tokens > room:
-        return Reject(
-            Reason.MIN_TOKENS_TOO_LARGE,
-            f"{ask.min_tokens} can never come: {limit}, and at most {room} tokens are left for "
-            f"this prompt of {prompt}",
-        )
-    return Admit(room if ask.max_tokens is None else ask.max_tokens)
+    return Reject(
+        Reason.MIN_TOKENS_TOO_LARGE,
+        f"{ask.min_tokens} can never come: {limit}, and at most {room} tokens are left for "
+        f"this prompt of {prompt}",
+    )
 
 
 def _deadline_is_lost(ask: Ask, situation: Situation, now: float) -> Reject | None:

@@ -61,8 +61,10 @@ class ModelQueue(Generic[T]):
         assert entry.key not in self._entry_by_key, f"{entry.key} is queued already"
         self._entry_by_key[entry.key] = entry
         self._count(entry, 1)
-        heap = self._heaps.setdefault(self._heap_of(entry), LazyHeap())
-        heap.push(entry.key, (self._order.rank(entry), entry.order), entry)
+        name = self._heap_of(entry)
+        if name not in self._heaps:
+            self._heaps[name] = LazyHeap()
+        self._heaps[name].push(entry.key, (self._order.rank(entry), entry.order), entry)
 
     def peek(self) -> T | None:
         """The next request, which stays queued; None when all waiting requests are skipped."""

@@ -15,7 +15,7 @@ there are no others. A worker that was restarted (a new incarnation) starts with
 """
 
 from collections.abc import Container, Iterable, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 
 from headrace.vocabulary import WorkerRole, WorkerState
 from router.core.admission import Capacity
@@ -62,26 +62,27 @@ class Sent:
     prefix_uses: Sequence[int]
 
 
-@dataclass(frozen=True, slots=True, eq=False)
+@dataclass(slots=True, eq=False)
 class _Worker:
     key: WorkerKey
     credit: Credit
     prefixes: PrefixIndex
-
-    @property
-    def report(self) -> WorkerReport:
-        return self.credit.report
+    report: WorkerReport
+    capacity: Capacity
 
     def holds(self, need: Need) -> bool:
         """Whether the worker could serve the request when empty."""
-        return need.num_tokens + need.max_tokens <= self.report.capacity.num_tokens
+        return need.num_tokens + need.max_tokens <= self.capacity.num_tokens
 
 
 @dataclass(slots=True)
 class _Scheduler:
+    """A scheduler's last report; ready: those of its workers that are, by model."""
+
     reported_at: float
-    is_draining: bool = False
-    workers: dict[str, _Worker] = field(default_factory=dict)
+    is_draining: bool
+    workers: dict[str, _Worker]
+    ready: dict[str, list[_Worker]]
 
 
 class WorkerPool:
@@ -100,15 +101,21 @@ class WorkerPool:
         known = self._schedulers.get(scheduler)
         before = known.workers if known else {}
         workers: dict[str, _Worker] = {}
+        ready: dict[str, list[_Worker]] = {}
         for report in reports:
+            capacity = report.capacity
             worker = before.get(report.worker_id)
             if worker is None or worker.key.incarnation != report.incarnation:
                 key = WorkerKey(scheduler, report.worker_id, report.incarnation)
                 credit = Credit(report, self._waiting_allowance)
-                worker = _Worker(key, credit, PrefixIndex(report.capacity.num_kv_tokens))
+                prefixes = PrefixIndex(capacity.num_kv_tokens)
+                worker = _Worker(key, credit, prefixes, report, capacity)
+            worker.report, worker.capacity = report, capacity
             worker.credit.reported(report)
             workers[report.worker_id] = worker
-        self._schedulers[scheduler] = _Scheduler(now, is_draining, workers)
+            if report.state is WorkerState.READY:
+                ready.setdefault(report.model, []).append(worker)
+        self._schedulers[scheduler] = _Scheduler(now, is_draining, workers, ready)
 
     def forget(self, scheduler: str) -> bool:
         """Remove a scheduler, with all requests sent to it; returns whether it was draining."""
@@ -126,7 +133,7 @@ class WorkerPool:
 
     def capacities(self, model: str, now: float) -> Sequence[Capacity]:
         """The capacities of the workers that take requests for the model."""
-        return [worker.report.capacity for worker in self._ready(model, now)]
+        return [worker.capacity for worker in self._ready(model, now)]
 
     def holders(self, need: Need, now: float) -> set[WorkerKey]:
         """The workers that take requests and could serve this request when empty."""
@@ -208,8 +215,7 @@ class WorkerPool:
             worker
             for scheduler in self._schedulers.values()
             if not scheduler.is_draining and scheduler.reported_at >= oldest
-            for worker in scheduler.workers.values()
-            if worker.report.model == model and worker.report.state is WorkerState.READY
+            for worker in scheduler.ready.get(model, ())
         ]
         return [worker for worker in ready if worker.report.role is not WorkerRole.DECODE] or ready
 

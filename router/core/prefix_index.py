@@ -35,9 +35,11 @@ def shared_salt(tenant: str, cache_salt: str, *, across_tenants: bool) -> str:
 
 def prefix_of(token_ids: NDArray[np.int32], salt: str = "") -> Prefix:
     """The hashes of a prompt, [num_tokens]; the last token is never taken from a cache."""
+    num_chunks = min(_MAX_CHUNKS, max(0, len(token_ids) - 1) // CHUNK_TOKENS)
+    if not num_chunks:
+        return ()
     data = np.ascontiguousarray(token_ids, dtype="<i4").tobytes()
     size = 4 * CHUNK_TOKENS
-    num_chunks = min(_MAX_CHUNKS, max(0, len(token_ids) - 1) // CHUNK_TOKENS)
     hashes = []
     last = hashlib.blake2b(salt.encode(), digest_size=8).digest()
     for begin in range(0, num_chunks * size, size):

@@ -65,8 +65,11 @@ class Suspects(Generic[T]):
         """The next group, which is on trial from now on; empty while another group is on trial."""
         if self._missing_tokens:
             return []
+        if not self._held:
+            self._group_size = 1
+            return []
         group = list(islice(self._held, self._group_size))
-        if not group or self._num_losses[group[0]] >= MAX_LOSSES:
+        if self._num_losses[group[0]] >= MAX_LOSSES:
             self._group_size = 1
             del group[1:]
         self._missing_tokens = dict.fromkeys(group, TRIAL_TOKENS)

@@ -69,11 +69,9 @@ class InferenceService:
     async def Generate(self, request: inference_pb2.GenerateRequest, context: Any) -> None:
         """Stream a completion; when the call ends, the request ends, unless it is to go on."""
         model_name = wire.choose_model(request.model, self._services.models)
-        request_id = request.request_id or wire.new_request_id()
-        wire.check_request_id(request_id)
+        request_id = wire.request_id_of(request)
         wire.check_tenant(request.tenant)
-        wire.check_repeatable(request)
-        wanted = functools.partial(wire.first_tokens, list(request.from_token_by_index), 0)
+        wanted = wire.take_first_tokens(request)
         body = wire.body_of(request)
         if body:
             take_ups = self._services.take_ups
@@ -125,7 +123,7 @@ class InferenceService:
             model_name,
             wire.to_prompt(request, bounds),
             lambda least_tokens: self._router.check(spec, least_tokens),
-            max_tokens=self._router.max_prompt_tokens(model_name),
+            functools.partial(self._router.max_prompt_tokens, model_name),
             echo=spec.echo,
             keep_special_tokens=spec.keep_special_tokens,
         )

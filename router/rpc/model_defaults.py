@@ -34,10 +34,10 @@ class ModelDefaults:
         A default max_tokens must not make min_tokens of the request an error, so admission applies
         it.
         """
-        given = {descriptor.name for descriptor, _ in sampling.ListFields()}
         for descriptor, value in self.sampling.ListFields():
-            if descriptor.name not in given | {"max_tokens"}:
-                setattr(sampling, descriptor.name, value)
+            name = descriptor.name
+            if name != "max_tokens" and not sampling.HasField(name):  # type: ignore[arg-type]
+                setattr(sampling, name, value)
 
     def max_tokens(self, *, is_chat: bool) -> int | None:
         """Tokens of a request that does not say; None: as many as fit."""

@@ -4,6 +4,7 @@ Everything from outside is validated here; the rules for sampling that scheduler
 `headrace.service.sampling`. An error names the field as the proto does, and says what it must be.
 """
 
+import functools
 import hashlib
 import re
 import secrets
@@ -20,7 +21,7 @@ from headrace.v1 import common_pb2, inference_pb2
 from headrace.vocabulary import FinishReason
 from router.prompts import ChatPrompt, CheckedPrompt, TextPrompt, TokenPrompt
 from router.request import Int32Array, Spec
-from router.revival import Origin
+from router.revival import FirstTokens, Origin
 from router.stream import CompletionDelta, Reply
 from router.text.tokenizer import TextTokenizer
 
@@ -41,6 +42,7 @@ _SERVED_FORMATS = (
     inference_pb2.ResponseFormat.TYPE_UNSPECIFIED,
     inference_pb2.ResponseFormat.TYPE_TEXT,
 )
+_RECOVERIES = frozenset(inference_pb2.GenerateRequest.Recover.values())
 
 
 @dataclass(frozen=True, slots=True)
@@ -56,9 +58,9 @@ def choose_model(name: str, models: Collection[str]) -> str:
     """The model that a request names; an empty name means the only model."""
     if name in models:
         return name
-    served = ", ".join(sorted(models)) or "none"
     if not name and len(models) == 1:
         return next(iter(models))
+    served = ", ".join(sorted(models)) or "none"
     if not name:
         raise invalid("model", f"must be given, as several are served: {served}")
     raise ServiceError(
@@ -82,9 +84,10 @@ def check_tenant(tenant: str) -> None:
         raise invalid("tenant", f"must have at most {_MAX_TENANT_CHARS} characters")
 
 
-def new_request_id() -> str:
-    """An id for a request without one."""
-    return secrets.token_hex(16)
+def request_id_of(request: inference_pb2.GenerateRequest) -> str:
+    """The caller's id, if it is valid; a new one for a request without one."""
+    given = request.request_id
+    return check_request_id(given) if given else secrets.token_hex(16)
 
 
 def to_spec(
@@ -111,7 +114,7 @@ def to_spec(
         raise unimplemented(
             "RESPONSE_FORMAT", "response_format.type: only TYPE_TEXT is served; leave it out"
         )
-    if request.recover not in inference_pb2.GenerateRequest.Recover.values():
+    if request.recover not in _RECOVERIES:
         raise invalid("recover", "must be RECOVER_ON_RESUME or RECOVER_ALWAYS")
     deadlines = [d for d in (deadline_unix_s, _deadline(request)) if d is not None]
     deadline = min(deadlines, default=None)
@@ -152,16 +155,19 @@ def body_of(request: inference_pb2.GenerateRequest) -> bytes:
     """
     if not request.request_id:
         return b""
-    body = inference_pb2.GenerateRequest()
-    body.CopyFrom(request)
-    body.ClearField("from_token_by_index")
-    return hashlib.sha256(body.SerializeToString(deterministic=True)).digest()
+    return hashlib.sha256(request.SerializeToString(deterministic=True)).digest()
 
 
-def check_repeatable(request: inference_pb2.GenerateRequest) -> None:
-    """Raise if a call goes on from a token of an output that nothing fixes."""
-    if request.from_token_by_index and not request.sampling.HasField("seed"):
+def take_first_tokens(request: inference_pb2.GenerateRequest) -> FirstTokens:
+    """Take from_token_by_index out of a request: a repeated call may go on from other tokens.
+
+    Raises if a call goes on from a token of an output that nothing fixes.
+    """
+    by_index = list(request.from_token_by_index)
+    if by_index and not request.sampling.HasField("seed"):
         raise invalid("sampling.seed", "must be set with from_token_by_index")
+    request.ClearField("from_token_by_index")
+    return functools.partial(first_tokens, by_index, 0)
 
 
 def first_tokens(from_token_by_index: Sequence[int], from_token: int, origin: Origin) -> list[int]:

@@ -70,8 +70,8 @@ class RouterMachine(RuleBasedStateMachine):
         """Their prompts are being read from here on, if there are permits and ids are free."""
         for request_id, tenant in callers:
             is_free = self.bench.router.calls.get(request_id) is None
-            stay = self.bench.router.reserve(request_id, tenant)
             with contextlib.suppress(ServiceError):
+                stay = self.bench.router.reserve(request_id, tenant)
                 self.reading[request_id] = (stay, stay.__enter__())
                 assert is_free
 

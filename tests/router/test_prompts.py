@@ -45,7 +45,7 @@ async def read(reader, prompt, check=lambda _: None, *, echo=False, keep_special
         "m",
         prompt,
         check,
-        max_tokens=1_000,
+        lambda: 1_000,
         echo=echo,
         keep_special_tokens=keep_special_tokens,
     )
