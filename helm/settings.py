@@ -45,7 +45,7 @@ SET_BY_THE_CHART: dict[str, frozenset[str]] = {
     "serving": frozenset(
         {
             *("listen", "tls_cert_file", "tls_key_file", "tls_client_ca_file"),
-            *("auth_token_file", "drain_timeout_s"),
+            *("auth_token_file", "api_keys_file", "drain_timeout_s"),
         }
     ),
     "channel": frozenset(

@@ -105,11 +105,20 @@ CHART = Section(
             },
         ),
         "auth": Section(
-            "Bearer tokens: one for clients, one for each step between services.",
+            "Bearer tokens: one for clients, one for each step between services; and API keys.",
             {
                 "enabled": switch(True, "Ask for tokens on every port."),
                 "existingSecret": text(
                     "", "A Secret with keys router-token, scheduler-token and gpuworker-token."
+                ),
+                "apiKeys": Section(
+                    "Keys of tenants, which clients may send to routers instead of the token.",
+                    {
+                        "existingSecret": text("", "A Secret with the file of hashes."),
+                        "key": text(
+                            "keys.toml", "Key in that Secret; `headrace keys` makes the file."
+                        ),
+                    },
                 ),
                 "tokens": Section(
                     "Tokens of the chart's own Secret; an empty one is generated once and kept.",

@@ -40,7 +40,8 @@ from router.prompts import PromptReader
 from router.recovery import Recovery
 from router.router import Router
 from router.rpc import stored_spec
-from router.rpc.inference import FULL_NAME, InferenceService, Services
+from router.rpc.access import FULL_NAME, TENANT_METHODS
+from router.rpc.inference import InferenceService, Services
 from router.rpc.model_defaults import ModelDefaults, read_defaults
 from router.rpc.scheduler_client import SchedulerClient
 from router.rules import Rules
@@ -135,7 +136,9 @@ async def serve(
             identity=identity,
             max_recoveries=recovery.max_recoveries,
         )
-        server = GrpcServer(serving, [FULL_NAME], traces.server_interceptors)
+        server = GrpcServer(
+            serving, [FULL_NAME], traces.server_interceptors, tenant_methods=TENANT_METHODS
+        )
         InferenceService(services).add_to(server.server)
         keep_for_good()
         stop = stop_asked()

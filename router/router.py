@@ -202,9 +202,9 @@ class Router:
         self.live.end_all(reservation.request, CompletionFinish(FinishReason.ABORTED))
         return True
 
-    def abort_tenant(self, tenant: str) -> list[str]:
-        """Abort every live request of a tenant; returns their ids."""
-        of_tenant = [r.request_id for r in self.calls if r.tenant == tenant]
+    def abort_tenant(self, tenant: str, owns: Callable[[str], bool]) -> list[str]:
+        """Abort the live requests of a tenant whose ids `owns` accepts; returns the ids."""
+        of_tenant = [r.request_id for r in self.calls if r.tenant == tenant and owns(r.request_id)]
         return [request_id for request_id in of_tenant if self.abort(request_id)]
 
     def abort_all(self) -> None:

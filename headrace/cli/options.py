@@ -42,7 +42,7 @@ _CONNECTION = (
         envvar="HEADRACE_AUTH_TOKEN_FILE",
         show_envvar=True,
         metavar="FILE",
-        help="File with the bearer token to send.",
+        help="File with the API key or token to send.",
     ),
 )
 

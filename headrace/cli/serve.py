@@ -21,6 +21,9 @@ if TYPE_CHECKING:
     from headrace.service.serving import ServingConfig
 
 _DRAIN_TIMEOUT_S = 5.0
+_SERVING = (
+    *("tls_cert_file", "tls_key_file", "tls_client_ca_file", "auth_token_file", "api_keys_file"),
+)
 
 
 @click.command()
@@ -72,6 +75,12 @@ _DRAIN_TIMEOUT_S = 5.0
     help="File with a token that callers must send.",
 )
 @click.option(
+    "--api-keys-file",
+    default="",
+    metavar="TOML",
+    help="File with hashes of the keys that callers may send, as `headrace keys` makes it.",
+)
+@click.option(
     "--config",
     "config_file",
     type=click.Path(path_type=Path, exists=True),
@@ -96,10 +105,7 @@ def serve(
       headrace serve --model ./Llama-3.2-1B-Instruct --port 9000
       headrace serve --num-kv-blocks 64 --log-level info
     """
-    serving = {
-        name: arguments.pop(name)
-        for name in ("tls_cert_file", "tls_key_file", "tls_client_ca_file", "auth_token_file")
-    }
+    serving = {name: arguments.pop(name) for name in _SERVING}
     store = {name: arguments.pop(name) for name in ("store_url", "data_dir", "ephemeral")}
     if store["ephemeral"] and (store["data_dir"] or store["store_url"]):
         raise click.UsageError("--ephemeral goes with neither --data-dir nor --store-url")
@@ -150,8 +156,9 @@ def _seen_serving(given: dict[str, Any], file: Path | None) -> "ServingConfig":
     Raises ConfigError for a bad certificate or token before a model is loaded.
     """
     from headrace.service.config import is_set, load
+    from headrace.service.keys import watch_keys
     from headrace.service.serving import ServingConfig
-    from headrace.service.tls import read_authorities, read_pair, read_token
+    from headrace.service.tls import read_authorities, read_pair
 
     overrides = {name: value for name, value in given.items() if value not in {None, ""}}
     if not is_set("drain_timeout_s", section="serving", file=file, environ=os.environ):
@@ -160,8 +167,7 @@ def _seen_serving(given: dict[str, Any], file: Path | None) -> "ServingConfig":
     serving = load(
         ServingConfig, section="serving", file=file, environ=os.environ, overrides=overrides
     )
-    if serving.auth_token_file:
-        read_token(serving.auth_token_file)
+    watch_keys(serving.auth_token_file, serving.api_keys_file)
     if serving.tls_cert_file or serving.tls_key_file:
         read_pair(serving.tls_cert_file, serving.tls_key_file)
     if serving.tls_client_ca_file:
@@ -170,12 +176,12 @@ def _seen_serving(given: dict[str, Any], file: Path | None) -> "ServingConfig":
 
 
 def _channel(serving: "ServingConfig") -> "ChannelConfig | None":
-    """The channel for asking the router whether it is ready; None where TLS is on, as the authority
-    is not known here.
+    """The channel for asking the router whether it is ready; None where the authority of its
+    certificate, or a key, is not known here.
     """
     from headrace.client import ChannelConfig
 
-    if serving.tls_cert_file:
+    if serving.tls_cert_file or (serving.api_keys_file and not serving.auth_token_file):
         return None
     return ChannelConfig(auth_token_file=serving.auth_token_file)
 
@@ -189,6 +195,8 @@ def _caller_options(serving: "ServingConfig") -> str:
         options += " --tls-cert-file YOURS.pem --tls-key-file YOURS.key"
     if serving.auth_token_file:
         options += f" --auth-token-file {serving.auth_token_file}"
+    elif serving.api_keys_file:
+        options += " --auth-token-file YOUR.key"
     return options
 
 

@@ -1,37 +1,78 @@
-"""Checks the bearer token of a call before its method is looked up and its request is read."""
+"""Finds out who calls, before the call's method is looked up and its request is read."""
 
-import hmac
-from collections.abc import Awaitable, Callable
+from collections.abc import Awaitable, Callable, Collection
+from contextvars import ContextVar
 from typing import Any
 
 import grpc
 import grpc.aio
 
-from headrace.service.errors import map_errors, unauthenticated
+from headrace.service.errors import ServiceError, map_errors, unauthenticated
 from headrace.service.handlers import make_handler
+from headrace.service.keys import ANYBODY, Caller, KeyRing
+from headrace.service.watched import Watched
+
+_SCHEME = b"Bearer "
+_REFLECTION = ("/grpc.reflection.v1alpha.", "/grpc.reflection.v1.")
+
+# Without a default: a handler that asks without the interceptor fails.
+_caller: ContextVar[Caller] = ContextVar("headrace_caller")
+
+
+def caller() -> Caller:
+    """Whom the call comes from that this task answers."""
+    return _caller.get()
 
 
 class AuthInterceptor(grpc.aio.ServerInterceptor):
-    """Refuses calls without the token, except health checks. The outermost interceptor."""
+    """Refuses calls without a key, except health checks. The outermost interceptor."""
 
-    def __init__(self, token: str) -> None:
-        self._expected = f"Bearer {token}".encode()
-        self._refusal = map_errors(make_handler(_refuse, has_response_stream=True), "the call")
+    def __init__(self, keys: Watched[KeyRing] | None, tenant_methods: Collection[str] = ()) -> None:
+        """
+        Args:
+            keys: None accepts every call.
+            tenant_methods: what a tenant's key may call, e.g. "/headrace.v1.Inference/Generate";
+                all other methods but reflection need the key of an administrator.
+        """
+        self._keys = keys
+        self._tenant_methods = frozenset(tenant_methods)
 
     async def intercept_service(
         self,
         continuation: Callable[[grpc.HandlerCallDetails], Awaitable[Any]],
         handler_call_details: grpc.HandlerCallDetails,
     ) -> Any:
-        if is_health(handler_call_details.method):
-            return await continuation(handler_call_details)
-        metadata = dict(handler_call_details.invocation_metadata or ())
-        sent = metadata.get("authorization", "")
-        raw = sent if isinstance(sent, bytes) else sent.encode()
-        # In constant time: the time taken must not tell how much of a guess is right.
-        if hmac.compare_digest(raw, self._expected):
-            return await continuation(handler_call_details)
-        return self._refusal
+        method = handler_call_details.method
+        if not is_health(method):
+            found = self._find(method, handler_call_details.invocation_metadata or ())
+            if isinstance(found, ServiceError):
+                return _refusing(found)
+            _caller.set(found)
+        return await continuation(handler_call_details)
+
+    def _find(self, method: str, metadata: Any) -> Caller | ServiceError:
+        if self._keys is None:
+            return ANYBODY
+        sent = [value for name, value in metadata if name == "authorization"]
+        if len(sent) != 1:
+            # Of two, a proxy may have checked the one that does not count here.
+            return _bad_token("exactly once, " if sent else "")
+        raw = sent[0] if isinstance(sent[0], bytes) else sent[0].encode()
+        found = self._keys.get().find(raw.removeprefix(_SCHEME))
+        if found is None or not raw.startswith(_SCHEME):
+            return _bad_token("")
+        who, key = found
+        if key is not None and key.is_expired():
+            text = f"the key {who.key_id} has expired, on {key.expires:%Y-%m-%d}; ask for a new one"
+            return unauthenticated("EXPIRED_KEY", text)
+        if who.is_admin or method in self._tenant_methods or method.startswith(_REFLECTION):
+            return who
+        return ServiceError(
+            grpc.StatusCode.PERMISSION_DENIED,
+            "ADMIN_ONLY",
+            f"{method.rpartition('/')[2]} needs the key of an administrator;"
+            f" the key {who.key_id} is of tenant {who.tenant!r}",
+        )
 
 
 def is_health(method: str) -> bool:
@@ -39,7 +80,17 @@ def is_health(method: str) -> bool:
     return method.startswith("/grpc.health.v1.Health/")
 
 
-async def _refuse(_messages: Any, _context: Any) -> None:
-    raise unauthenticated(
-        "BAD_TOKEN", "send metadata `authorization: Bearer TOKEN` with this server's token"
+def _bad_token(how: str) -> ServiceError:
+    return unauthenticated(
+        "BAD_TOKEN",
+        f"send metadata `authorization: Bearer KEY` {how}with a key or token of this server",
     )
+
+
+def _refusing(error: ServiceError) -> Any:
+    """A handler of every method that raises the error."""
+
+    async def refuse(_messages: Any, _context: Any) -> None:
+        raise error
+
+    return map_errors(make_handler(refuse, has_response_stream=True), "the call")

@@ -8,7 +8,8 @@ import grpc.aio
 import msgspec
 
 from headrace.service.config import help_text
-from headrace.service.tls import read_authorities, read_pair, read_token
+from headrace.service.tls import read_authorities, read_pair, read_tokens
+from headrace.service.watched import Watched
 
 _CONNECT_NOISE = re.compile(
     r"^failed to connect to all addresses; last error: [A-Z_]+: (?:(?:ipv[46]|unix):\S+: )?"
@@ -23,19 +24,25 @@ class ChannelConfig(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
     tls_ca_file: Annotated[str, help_text("PEM authorities to trust; turns TLS on.")] = ""
     tls_cert_file: Annotated[str, help_text("PEM certificate to show (mTLS).")] = ""
     tls_key_file: Annotated[str, help_text("PEM private key of that certificate.")] = ""
-    auth_token_file: Annotated[str, help_text("File with the bearer token to send.")] = ""
+    auth_token_file: Annotated[
+        str,
+        help_text(
+            "File with the bearer token or API key to send, in its first line. A change of the file"
+            " counts at once."
+        ),
+    ] = ""
     max_message_bytes: Annotated[int, help_text("Largest message taken.", ge=1)] = 16 * 1024 * 1024
 
 
 class _Token:
     """Adds the token to a call; grpc.aio wants an interceptor class for each kind of call."""
 
-    def __init__(self, token: str) -> None:
-        self._header = ("authorization", f"Bearer {token}")
+    def __init__(self, token: Watched[str]) -> None:
+        self._token = token
 
     async def intercept(self, continuation: Any, details: Any, request: Any) -> Any:
         metadata = grpc.aio.Metadata(*(details.metadata or ()))
-        metadata.add(*self._header)
+        metadata.add("authorization", f"Bearer {self._token.get()}")
         details = grpc.aio.ClientCallDetails(
             details.method, details.timeout, metadata, details.credentials, details.wait_for_ready
         )
@@ -70,7 +77,7 @@ def open_channel(target: str, config: ChannelConfig | None = None) -> grpc.aio.C
     ]
     interceptors: list[grpc.aio.ClientInterceptor] = []
     if config.auth_token_file:
-        token = read_token(config.auth_token_file)
+        token = Watched([config.auth_token_file], lambda: read_tokens(config.auth_token_file)[0])
         interceptors = [_TokenUnary(token), _TokenServerStream(token), _TokenBidi(token)]
     has_pair = bool(config.tls_cert_file or config.tls_key_file)
     is_plain = not (config.tls or config.tls_ca_file or has_pair)

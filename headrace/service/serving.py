@@ -3,7 +3,7 @@
 import asyncio
 import resource
 import signal
-from collections.abc import Sequence
+from collections.abc import Collection, Sequence
 from typing import Annotated
 
 import grpc
@@ -16,8 +16,9 @@ from headrace.service.auth import AuthInterceptor
 from headrace.service.config import ConfigError, help_text
 from headrace.service.errors import map_errors
 from headrace.service.handlers import HandlerInterceptor
+from headrace.service.keys import watch_keys
 from headrace.service.requests import RequestReader
-from headrace.service.tls import read_authorities, read_pair, read_token
+from headrace.service.tls import read_authorities, read_pair
 
 _MAX_PORT = 65_535
 # Clients behind gateways ping during a long prefill, in which nothing is sent.
@@ -51,7 +52,18 @@ class ServingConfig(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
         str, help_text("PEM authorities; callers must then show a certificate of theirs (mTLS).")
     ] = ""
     auth_token_file: Annotated[
-        str, help_text("File with a token; callers must send it as `authorization: Bearer`.")
+        str,
+        help_text(
+            "File with a token that may do everything; callers send it as `authorization: Bearer`."
+            " Of several lines, each is accepted. A change of the file counts at once."
+        ),
+    ] = ""
+    api_keys_file: Annotated[
+        str,
+        help_text(
+            "TOML file with hashes of the keys that callers may send instead, as `headrace keys`"
+            " makes it. A change of the file counts at once."
+        ),
     ] = ""
     max_message_bytes: Annotated[
         int, help_text("Largest message taken; a router's default is 5 MiB.", ge=1)
@@ -67,13 +79,22 @@ class GrpcServer:
         config: ServingConfig,
         service_names: Sequence[str],
         interceptors: Sequence[grpc.aio.ServerInterceptor] = (),
+        *,
+        tenant_methods: Collection[str] = (),
     ) -> None:
-        """service_names are full names, e.g. "headrace.v1.Inference"."""
+        """
+        Args:
+            service_names: full names, e.g. "headrace.v1.Inference".
+            tenant_methods: what a tenant's key may call (see AuthInterceptor).
+        """
         self._config = config
         # Outermost first.
-        chain = [*interceptors, HandlerInterceptor(RequestReader().wrap, map_errors)]
-        if config.auth_token_file:
-            chain.insert(0, AuthInterceptor(read_token(config.auth_token_file)))
+        keys = watch_keys(config.auth_token_file, config.api_keys_file)
+        chain = [
+            AuthInterceptor(keys, tenant_methods),
+            *interceptors,
+            HandlerInterceptor(RequestReader().wrap, map_errors),
+        ]
         self.server = grpc.aio.server(
             interceptors=chain,
             options=[

@@ -10,14 +10,18 @@ from pathlib import Path
 from headrace.service.config import ConfigError
 
 
-def read_token(file: str) -> str:
-    """The token in `file`, without surrounding white space; ConfigError if there is none."""
-    token = _read(file).decode("utf-8", errors="replace").strip()
-    if not token:
+def read_tokens(file: str) -> list[str]:
+    """The tokens in `file`, one a line: servers accept each, clients send the first.
+
+    Raises ConfigError if there is none.
+    """
+    lines = _read(file).decode("utf-8", errors="replace").splitlines()
+    tokens = [line.strip() for line in lines if line.strip()]
+    if not tokens:
         raise ConfigError(f"{file} holds no token")
-    if not (token.isascii() and token.isprintable()):
-        raise ConfigError(f"{file}: a token must be one line of printable ASCII")
-    return token
+    if not all(token.isascii() and token.isprintable() for token in tokens):
+        raise ConfigError(f"{file}: tokens must be lines of printable ASCII")
+    return tokens
 
 
 def read_authorities(file: str) -> bytes:

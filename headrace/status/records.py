@@ -11,7 +11,8 @@ from headrace.status.states import State
 
 MAX_COMPLETIONS = 16
 # The only completion of a request has the request's id for a name; one of several has "ID#k".
-_NAME = re.compile(r"([A-Za-z0-9._:-]{1,128})(?:#([0-9]{1,2}))?")
+# The id of a request that was made with a tenant's key is TENANT/ID.
+_NAME = re.compile(r"((?:[A-Za-z0-9._-]{1,64}/)?[A-Za-z0-9._:-]{1,128})(?:#([0-9]{1,2}))?")
 
 
 @lru_cache(maxsize=8192)

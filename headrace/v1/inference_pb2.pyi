@@ -76,7 +76,9 @@ class GenerateRequest(_message.Message):
     RECOVER_FIELD_NUMBER: _builtins.int
     FROM_TOKEN_BY_INDEX_FIELD_NUMBER: _builtins.int
     request_id: _builtins.str
-    """1 to 128 characters of [A-Za-z0-9._:-]. Generated (UUID) when empty."""
+    """1 to 128 characters of [A-Za-z0-9._:-]. Generated (UUID) when empty. Each tenant whose callers
+    have API keys has ids of its own; an administrator names them as TENANT/ID.
+    """
     model: _builtins.str
     """Model name. May be empty where only one model is served."""
     text: _builtins.str
@@ -88,7 +90,8 @@ class GenerateRequest(_message.Message):
     """
     tenant: _builtins.str
     """The account this request is billed to; fair queueing divides service between tenants. At most
-    64 characters; empty is the default tenant.
+    64 characters; empty is the tenant of the API key, else the default tenant. With the API key of
+    another tenant the call is PERMISSION_DENIED.
     """
     cache_salt: _builtins.str
     """Requests of one tenant share cached prefixes if their salts are equal. At most 128 bytes.

@@ -71,8 +71,14 @@ class Permits:
         limits: Limits,
         tenant_limits: TenantLimits,
         limits_by_tenant: Mapping[str, TenantLimits] | None = None,
+        *,
+        noun: str = "tenant",
     ) -> None:
-        """tenant_limits hold for every tenant that has none in limits_by_tenant."""
+        """tenant_limits hold for every tenant that has none in limits_by_tenant.
+
+        noun is what refusals call a tenant: permits are also counted by API key.
+        """
+        self._noun = noun
         self._limits = limits
         self._default = tenant_limits
         self._limits_by_tenant = dict(limits_by_tenant or {})
@@ -82,6 +88,15 @@ class Permits:
 
     def limits_of(self, tenant: str) -> TenantLimits:
         return self._limits_by_tenant.get(tenant, self._default)
+
+    def set_limits(self, tenant: str, limits: TenantLimits, now: float) -> None:
+        """Give a tenant limits of its own; when they differ from its last, its rates begin anew."""
+        if self._limits_by_tenant.get(tenant) == limits:
+            return
+        self._limits_by_tenant[tenant] = limits
+        if (known := self._tenants.get(tenant)) is not None:
+            self._tenants[tenant] = _Tenant(limits, now)
+            self._tenants[tenant].num_live = known.num_live
 
     def enter(self, tenant: str, now: float) -> Reject | None:
         """Take a permit, which `leave` gives back, or return why there is none."""
@@ -133,14 +148,16 @@ class Permits:
         if maximum and known.num_live >= maximum:
             return Reject(
                 Reason.TENANT_TOO_MANY_LIVE,
-                f"{maximum} requests of this tenant are being answered, the limit",
+                f"{maximum} requests of this {self._noun} are being answered, the limit",
                 1.0,
             )
         if known.requests is not None and (wait_s := known.requests.wait_s(1, now)):
-            message = f"this tenant may send {limits.requests_per_minute:g} requests a minute"
+            most = f"{limits.requests_per_minute:g} requests a minute"
+            message = f"this {self._noun} may send {most}"
             return Reject(Reason.TENANT_RATE, message, wait_s)
         if known.tokens is not None and (wait_s := known.tokens.wait_s(1, now)):
-            message = f"this tenant may use {limits.tokens_per_minute:g} tokens a minute"
+            most = f"{limits.tokens_per_minute:g} tokens a minute"
+            message = f"this {self._noun} may use {most}"
             return Reject(Reason.TENANT_RATE, message, wait_s)
         return None
 

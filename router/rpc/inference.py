@@ -28,14 +28,14 @@ from router.request import ClientRequest
 from router.revival import FirstTokens, Origin
 from router.router import Router
 from router.rpc import spans, wire
+from router.rpc.access import Access
+from router.rpc.key_permits import KeyPermits
 from router.rpc.model_defaults import ModelDefaults
 from router.rpc.scheduler_client import SchedulerClient
 from router.rpc.status_reply import read_status
 from router.stream import cost_of, replies
 from router.take_up import TakeUps
 from router.text.tokenizer import ModelText
-
-FULL_NAME = "headrace.v1.Inference"
 
 _MAX_ABORTS = 1000
 
@@ -61,6 +61,7 @@ class InferenceService:
     def __init__(self, services: Services) -> None:
         self._services = services
         self._router = services.router
+        self._keys = KeyPermits()
 
     def add_to(self, server: grpc.aio.Server) -> None:
         """Register the service at a server."""
@@ -68,9 +69,9 @@ class InferenceService:
 
     async def Generate(self, request: inference_pb2.GenerateRequest, context: Any) -> None:
         """Stream a completion; when the call ends, the request ends, unless it is to go on."""
+        access = Access()
         model_name = wire.choose_model(request.model, self._services.models)
-        request_id = wire.request_id_of(request)
-        wire.check_tenant(request.tenant)
+        request_id = access.enter(request)
         wanted = wire.take_first_tokens(request)
         body = wire.body_of(request)
         if body:
@@ -78,9 +79,10 @@ class InferenceService:
             if (origin := await take_ups.find_repeated(request_id, body, wanted)) is not None:
                 del request
                 release_request()
-                await self._answer_again(origin, wanted(origin), context)
+                await self._answer_again(origin, wanted(origin), access, context)
                 return
         with (
+            self._keys.hold(access.who) as spend,
             self._router.reserve(request_id, request.tenant, body) as reservation,
             spans.generation(request, request_id, model_name, context) as span,
         ):
@@ -89,9 +91,10 @@ class InferenceService:
             del request
             release_request()
             try:
-                await self._answer(live, context)
+                await self._answer(live, access, context)
             finally:
                 spans.note_outcome(span, live)
+                spend(_num_new_tokens(live))
 
     async def _submit(
         self,
@@ -133,8 +136,8 @@ class InferenceService:
             reservation, spec, token_ids, text, tokenizer, first_tokens=first_tokens
         )
 
-    async def _answer(self, live: ClientRequest, context: Any) -> None:
-        request_id = live.spec.request_id
+    async def _answer(self, live: ClientRequest, access: Access, context: Any) -> None:
+        request_id = access.outer_id(live.spec.request_id)
         stream = replies(live, self._router)
         try:
             async for reply in stream:
@@ -145,78 +148,88 @@ class InferenceService:
             await stream.aclose()
 
     async def _answer_again(
-        self, origin: Origin, first_tokens: Sequence[int], context: Any
+        self, origin: Origin, first_tokens: Sequence[int], access: Access, context: Any
     ) -> None:
         """Take a request up and stream it, from the given token of each completion."""
         tokenizer = self._services.take_ups.tokenizer(origin)
         with (
+            self._keys.hold(access.who) as spend,
             self._router.take_up(origin, first_tokens, tokenizer) as live,
             spans.resumption(origin.spec, context) as span,
         ):
             del origin
             try:
-                await self._answer(live, context)
+                await self._answer(live, access, context)
             finally:
                 spans.note_outcome(span, live)
+                spend(_num_new_tokens(live))
 
     async def Resume(self, request: inference_pb2.ResumeRequest, context: Any) -> None:
         """Stream a request of any router from a token position."""
-        request_id = wire.check_request_id(request.request_id)
+        access = Access()
+        request_id = access.inner_id(request.request_id)
         by_index = list(request.from_token_by_index)
         wanted = functools.partial(wire.first_tokens, by_index, request.from_token)
         origin = await self._services.take_ups.find(request_id, wanted)
-        await self._answer_again(origin, wanted(origin), context)
+        await self._answer_again(origin, wanted(origin), access, context)
 
     async def Abort(
         self, request: inference_pb2.AbortRequest, _context: Any
     ) -> inference_pb2.AbortResponse:
         """End requests of any router, or a tenant's on this router."""
-        response = inference_pb2.AbortResponse()
+        access, response = Access(), inference_pb2.AbortResponse()
+        tenant = access.tenant(request.tenant)
         if request.tenant:
             if request.request_ids:
                 raise invalid("request_ids", "must be empty when a tenant is given")
-            for request_id in self._router.abort_tenant(request.tenant):
-                response.outcomes.add(request_id=request_id, result=_ABORT_RESULT[True])
+            for inner in self._router.abort_tenant(tenant, access.owns):
+                response.outcomes.add(request_id=access.outer_id(inner), result=_ABORT_RESULT[True])
             return response
         if not 1 <= len(request.request_ids) <= _MAX_ABORTS:
             raise invalid("request_ids", f"must be 1 to {_MAX_ABORTS} ids, or give a tenant")
-        for position, request_id in enumerate(request.request_ids):
-            wire.check_request_id(request_id, f"request_ids[{position}]")
-        ended = await self._services.aborts.end(request.request_ids)
-        for request_id in request.request_ids:
-            response.outcomes.add(request_id=request_id, result=_ABORT_RESULT[ended[request_id]])
+        inner_ids = [
+            access.inner_id(request_id, f"request_ids[{position}]")
+            for position, request_id in enumerate(request.request_ids)
+        ]
+        ended = await self._services.aborts.end(inner_ids)
+        for request_id, inner in zip(request.request_ids, inner_ids, strict=True):
+            response.outcomes.add(request_id=request_id, result=_ABORT_RESULT[ended[inner]])
         return response
 
     async def GetStatus(
         self, request: inference_pb2.GetStatusRequest, _context: Any
     ) -> inference_pb2.GetStatusResponse:
         """A request's record in the status store."""
-        request_id = wire.check_request_id(request.request_id)
+        request_id = Access().inner_id(request.request_id)
         status = self._services.status
         if not status.is_configured:
             raise unimplemented(
                 "NO_STATUS_STORE", "this router keeps no status; start it with --store-url"
             )
-        return await read_status(status, request_id)
+        found = await read_status(status, request_id)
+        found.request_id = request.request_id
+        return found
 
     async def Explain(
         self, request: inference_pb2.ExplainRequest, _context: Any
     ) -> inference_pb2.ExplainResponse:
         """The account of the scheduler that has or had the request."""
-        request_id = wire.check_request_id(request.request_id)
+        access = Access()
+        request_id = access.inner_id(request.request_id)
         owner = self._router.calls.scheduler_of(request_id)
         found = [s for s in self._services.schedulers if owner is None or s.name == owner]
         # Of several completions the first is explained.
         for name in (request_id, f"{request_id}#0"):
             for scheduler in found:
                 try:
-                    return await scheduler.explain(name)
+                    return access.explanation(await scheduler.explain(name))
                 except ServiceError as error:
                     if error.code is not grpc.StatusCode.NOT_FOUND:
                         raise
         raise not_found(
             "UNKNOWN_REQUEST",
-            f"request_id: no scheduler has had {request_id!r} lately; GetStatus may know it",
+            f"request_id: no scheduler has had {request.request_id!r} lately;"
+            " GetStatus may know the request",
         )
 
     async def ListModels(
@@ -283,6 +296,12 @@ async def _audit(scheduler: SchedulerClient) -> Sequence[common_pb2.WorkerAudit]
     except ServiceError as error:
         fault = f"scheduler {scheduler.name} gave no account: {error.message}"
         return [common_pb2.WorkerAudit(scheduler_id=scheduler.name, faults=[fault])]
+
+
+def _num_new_tokens(live: ClientRequest) -> int:
+    """Tokens that a call has used: of a prompt that this call brought, and of output."""
+    num_prompt_tokens = 0 if live.is_taken_up else live.spec.n * len(live.prompt_token_ids)
+    return num_prompt_tokens + live.num_completion_tokens - live.num_tokens_before
 
 
 def _call_deadline(context: Any) -> float | None:

@@ -25,7 +25,8 @@ from router.revival import FirstTokens, Origin
 from router.stream import CompletionDelta, Reply
 from router.text.tokenizer import TextTokenizer
 
-_REQUEST_ID = re.compile(r"[A-Za-z0-9._:-]{1,128}")
+# The tenant is part of the ids of requests that are made with its keys (see `access`).
+_REQUEST_ID = re.compile(r"([A-Za-z0-9._-]{1,64}/)?[A-Za-z0-9._:-]{1,128}")
 _MAX_TENANT_CHARS = 64
 _MAX_SALT_BYTES = 128
 _MAX_MESSAGES = 2_048

@@ -28,7 +28,8 @@ from scheduler.updates import RequestEnd, RouterUpdate
 from scheduler.worker import RowLogprobs, WorkerResult, WorkerSpec
 
 # One of several completions carries its number: "id#0".
-_VALID_ID = re.compile(r"[A-Za-z0-9._:-]{1,128}(#[0-9]{1,2})?")
+# As routers make them: TENANT/ID#COMPLETION, of which ID is always there.
+_VALID_ID = re.compile(r"([A-Za-z0-9._-]{1,64}/)?[A-Za-z0-9._:-]{1,128}(#[0-9]{1,2})?")
 _MAX_ROUTER_ID_CHARS = 256
 _MAX_ABORTS = 1000
 # Of a worker's message about a failed row, which the client gets.

@@ -95,6 +95,7 @@ CASES: dict[str, dict[str, Any]] = {
             "tokens": {"router": "", "scheduler": "", "gpuworker": ""},
         }
     },
+    "api keys": {"auth": {"apiKeys": {"existingSecret": "our-keys", "key": "hashes"}}},
     "external store": {
         "store": {"type": "external", "external": {"url": "rediss://u:p%40@redis:6380/1"}}
     },

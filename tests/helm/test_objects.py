@@ -186,6 +186,17 @@ def test_a_pod_sees_the_tokens_that_it_uses_and_no_others(chart):
     assert volume(pods["hr-headrace-store"], "tokens") is None
 
 
+def test_routers_alone_see_the_hashes_of_api_keys(chart):
+    objects = chart.render(CASES["api keys"])
+    pods = objects.pods()
+    source = volume(pods.pop("hr-headrace-router"), "keys")["secret"]
+    assert source["secretName"] == "our-keys"
+    assert source["items"] == [{"key": "hashes", "path": "keys.toml"}]
+    assert not any(volume(pod, "keys") for pod in pods.values())
+    router = objects.file("router", "router.toml")
+    assert 'api_keys_file = "/etc/headrace/keys/keys.toml"' in router
+
+
 def test_secrets_are_in_secrets_and_nowhere_else(chart):
     objects = chart.render({"hfToken": {"value": "hidden-5"}, "tls": SUPPLIED})
     secrets = [f"hidden-{number}" for number in range(1, 6)]

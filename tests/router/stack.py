@@ -27,7 +27,8 @@ from router.config import (
 from router.prompts import PromptReader
 from router.recovery import Recovery
 from router.router import Router
-from router.rpc.inference import FULL_NAME, InferenceService, Services
+from router.rpc.access import FULL_NAME, TENANT_METHODS
+from router.rpc.inference import InferenceService, Services
 from router.rpc.model_defaults import ModelDefaults
 from router.rpc.scheduler_client import SchedulerClient
 from router.status_log import Identity
@@ -113,6 +114,7 @@ async def running_stack(
     scheduler=None,
     store_url="",
     router_id="router-0",
+    serving=None,
     **settings,
 ):
     tenant = TenantConfig(**settings.pop("tenant", {}))
@@ -152,7 +154,7 @@ async def running_stack(
             identity=identity,
             max_recoveries=recovery.max_recoveries,
         )
-        server = GrpcServer(ServingConfig(), [FULL_NAME])
+        server = GrpcServer(serving or ServingConfig(), [FULL_NAME], tenant_methods=TENANT_METHODS)
         InferenceService(services).add_to(server.server)
         address = await server.start()
         stack.push_async_callback(server.stop, 0)

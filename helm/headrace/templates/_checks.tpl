@@ -103,6 +103,9 @@
 {{- if and .Values.hfToken.value .Values.hfToken.existingSecret -}}
 {{- fail "hfToken: give either value or existingSecret" -}}
 {{- end -}}
+{{- if and .Values.auth.apiKeys.existingSecret (not .Values.auth.enabled) -}}
+{{- fail "auth.apiKeys: needs auth.enabled" -}}
+{{- end -}}
 {{- if and .Values.auth.existingSecret (or .Values.auth.tokens.router .Values.auth.tokens.scheduler .Values.auth.tokens.gpuworker) -}}
 {{- fail "auth: give either tokens or existingSecret" -}}
 {{- end -}}

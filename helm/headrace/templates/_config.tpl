@@ -36,6 +36,9 @@ and certificate this is) and perhaps next (the service that is called).
 {{- $channel := dict -}}
 {{- if .root.Values.auth.enabled -}}
 {{- $_ := set $serving "auth_token_file" (printf "/etc/headrace/tokens/%s-token" .service) -}}
+{{- if and (eq .service "router") .root.Values.auth.apiKeys.existingSecret -}}
+{{- $_ := set $serving "api_keys_file" "/etc/headrace/keys/keys.toml" -}}
+{{- end -}}
 {{- if .next -}}
 {{- $_ := set $channel "auth_token_file" (printf "/etc/headrace/tokens/%s-token" .next) -}}
 {{- end -}}

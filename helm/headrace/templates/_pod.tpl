@@ -218,6 +218,15 @@ config (name of the ConfigMap), service and tokens (keys that this pod may see).
         path: {{ . }}
       {{- end }}
 {{- end }}
+{{- if and (has "scheduler-token" .tokens) (eq .service "router") .root.Values.auth.enabled .root.Values.auth.apiKeys.existingSecret }}
+- name: keys
+  secret:
+    secretName: {{ .root.Values.auth.apiKeys.existingSecret }}
+    defaultMode: 0440
+    items:
+      - key: {{ .root.Values.auth.apiKeys.key }}
+        path: keys.toml
+{{- end }}
 {{- if .root.Values.tls.enabled }}
 - name: tls
   secret:
@@ -235,6 +244,11 @@ config (name of the ConfigMap), service and tokens (keys that this pod may see).
 {{- if .root.Values.auth.enabled }}
 - name: tokens
   mountPath: /etc/headrace/tokens
+  readOnly: true
+{{- end }}
+{{- if and (has "scheduler-token" .tokens) (eq .service "router") .root.Values.auth.enabled .root.Values.auth.apiKeys.existingSecret }}
+- name: keys
+  mountPath: /etc/headrace/keys
   readOnly: true
 {{- end }}
 {{- if .root.Values.tls.enabled }}

@@ -8,7 +8,7 @@ import trustme
 from headrace.service.channels import ChannelConfig, open_channel
 from headrace.service.config import ConfigError
 from headrace.service.serving import GrpcServer, ServingConfig
-from headrace.service.tls import read_token
+from headrace.service.tls import read_tokens
 
 
 @pytest.fixture(scope="module")
@@ -47,10 +47,10 @@ async def test_a_certificate_to_show_without_its_key_does_not_end_the_process(pe
 
 
 @pytest.mark.parametrize(
-    "token", ["t\N{LATIN SMALL LETTER O WITH DIAERESIS}ken", "two\nlines", " "]
+    "token", ["t\N{LATIN SMALL LETTER O WITH DIAERESIS}ken", "one\nt\two", " "]
 )
 def test_a_token_that_no_header_can_carry_is_refused(tmp_path: Path, token: str) -> None:
     file = tmp_path / "token"
     file.write_text(token, encoding="utf-8")
     with pytest.raises(ConfigError, match="token"):
-        read_token(str(file))
+        read_tokens(str(file))

@@ -114,7 +114,7 @@ def test_other_shapes_of_output_are_not_served_yet(kind):
     check(request(response_format={"type": "TYPE_TEXT"}))
 
 
-@pytest.mark.parametrize("request_id", ["a b", "é", "x" * 129, "a/b", "id#0", "a\n"])
+@pytest.mark.parametrize("request_id", ["a b", "é", "x" * 129, "a/", "/a", "a/b/c", "id#0", "a\n"])
 def test_an_id_of_other_characters_is_refused(request_id):
     with pytest.raises(ServiceError, match="request_id: must be 1 to 128 characters"):
         wire.check_request_id(request_id)
