@@ -73,6 +73,7 @@ check: $(STAMP) ## Format, lint, types, layers, protos, sizes
 	$(BIN)/lint-imports
 	$(BIN)/buf lint protos
 	$(BIN)/buf format --diff --exit-code protos
+	$(BIN)/buf breaking protos --against tests/data/protos/0.1.0.binpb
 	PATH=$(abspath $(BIN)):$$PATH $(BIN)/python protos/generate.py --check
 	$(BIN)/python .ci/ceilings.py
 

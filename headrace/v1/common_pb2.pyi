@@ -426,6 +426,9 @@ class Worker(_message.Message):
     NUM_SPEC_TOKENS_FIELD_NUMBER: _builtins.int
     PIPELINE_DEPTH_FIELD_NUMBER: _builtins.int
     DISPLACES_BY_PRIORITY_FIELD_NUMBER: _builtins.int
+    VERSION_FIELD_NUMBER: _builtins.int
+    DRIVER_FIELD_NUMBER: _builtins.int
+    DEVICE_MEMORY_BYTES_FIELD_NUMBER: _builtins.int
     worker_id: _builtins.str
     """Stable name, e.g. the pod's."""
     incarnation: _builtins.str
@@ -468,6 +471,14 @@ class Worker(_message.Message):
     """Whether a request that needs a slot or KV blocks preempts a less urgent running request at
     once. Set by a scheduler.
     """
+    version: _builtins.str
+    """The worker's version of Headrace. Empty: a worker that does not say."""
+    driver: _builtins.str
+    """The driver of the worker's device and its version, e.g. "CUDA 13.0, driver 580.65.06". Empty on
+    a CPU.
+    """
+    device_memory_bytes: _builtins.int
+    """Memory of the worker's device; 0 on a CPU."""
     @_builtins.property
     def eos_token_ids(self) -> _containers.RepeatedScalarFieldContainer[_builtins.int]:
         """Tokens that end a sequence."""
@@ -495,10 +506,13 @@ class Worker(_message.Message):
         num_spec_tokens: _builtins.int = ...,
         pipeline_depth: _builtins.int = ...,
         displaces_by_priority: _builtins.bool = ...,
+        version: _builtins.str = ...,
+        driver: _builtins.str = ...,
+        device_memory_bytes: _builtins.int = ...,
     ) -> None: ...
     _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["block_size", b"block_size", "device", b"device", "displaces_by_priority", b"displaces_by_priority", "dtype", b"dtype", "eos_token_ids", b"eos_token_ids", "incarnation", b"incarnation", "max_model_len", b"max_model_len", "max_num_batched_tokens", b"max_num_batched_tokens", "max_num_seqs", b"max_num_seqs", "model", b"model", "num_free_kv_blocks", b"num_free_kv_blocks", "num_kv_blocks", b"num_kv_blocks", "num_running", b"num_running", "num_spec_tokens", b"num_spec_tokens", "num_waiting", b"num_waiting", "pipeline_depth", b"pipeline_depth", "role", b"role", "state", b"state", "vocab_size", b"vocab_size", "worker_id", b"worker_id"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["block_size", b"block_size", "device", b"device", "device_memory_bytes", b"device_memory_bytes", "displaces_by_priority", b"displaces_by_priority", "driver", b"driver", "dtype", b"dtype", "eos_token_ids", b"eos_token_ids", "incarnation", b"incarnation", "max_model_len", b"max_model_len", "max_num_batched_tokens", b"max_num_batched_tokens", "max_num_seqs", b"max_num_seqs", "model", b"model", "num_free_kv_blocks", b"num_free_kv_blocks", "num_kv_blocks", b"num_kv_blocks", "num_running", b"num_running", "num_spec_tokens", b"num_spec_tokens", "num_waiting", b"num_waiting", "pipeline_depth", b"pipeline_depth", "role", b"role", "state", b"state", "version", b"version", "vocab_size", b"vocab_size", "worker_id", b"worker_id"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     def WhichOneof(self, oneof_group: _Never) -> None: ...
 

@@ -25,7 +25,7 @@ _sym_db = _symbol_database.Default()
 from headrace.v1 import common_pb2 as headrace_dot_v1_dot_common__pb2
 
 
-DESCRIPTOR = _descriptor_pool.Default().AddSerializedFile(b'\n\x1bheadrace/v1/gpuworker.proto\x12\x0bheadrace.v1\x1a\x18headrace/v1/common.proto\"\x11\n\x0f\x44\x65scribeRequest\"7\n\x10\x44\x65scribeResponse\x12#\n\x06worker\x18\x01 \x01(\x0b\x32\x13.headrace.v1.Worker\"\xb7\x02\n\x08StepPlan\x12\x0f\n\x07step_id\x18\x01 \x01(\x04\x12\x12\n\nfreed_rows\x18\x02 \x01(\x0c\x12-\n\x0crow_requests\x18\x03 \x03(\x0b\x32\x17.headrace.v1.RowRequest\x12\x1b\n\x13\x61ppended_block_rows\x18\x04 \x01(\x0c\x12\x1a\n\x12\x61ppended_block_ids\x18\x05 \x01(\x0c\x12\x0c\n\x04rows\x18\x06 \x01(\x0c\x12\x1b\n\x13num_computed_tokens\x18\x07 \x01(\x0c\x12\x1c\n\x14num_scheduled_tokens\x18\x08 \x01(\x0c\x12\x18\n\x10num_draft_tokens\x18\t \x01(\x0c\x12\x17\n\x0f\x64raft_token_ids\x18\n \x01(\x0c\x12\x13\n\x0btraceparent\x18\x0b \x01(\t\x12\r\n\x05\x61udit\x18\x0c \x01(\x08\"\x8a\x01\n\nRowRequest\x12\x0b\n\x03row\x18\x01 \x01(\r\x12\x12\n\nrequest_id\x18\x02 \x01(\t\x12\x11\n\ttoken_ids\x18\x03 \x01(\x0c\x12\x19\n\x11num_prompt_tokens\x18\x04 \x01(\r\x12-\n\x08sampling\x18\x05 \x01(\x0b\x32\x1b.headrace.v1.SamplingParams\"\x9e\x02\n\nStepResult\x12\x0f\n\x07step_id\x18\x01 \x01(\x04\x12\x1a\n\x12num_sampled_tokens\x18\x02 \x01(\x0c\x12\x11\n\ttoken_ids\x18\x03 \x01(\x0c\x12\x18\n\x10num_draft_tokens\x18\x04 \x01(\x0c\x12\x17\n\x0f\x64raft_token_ids\x18\x05 \x01(\x0c\x12*\n\x08logprobs\x18\x06 \x03(\x0b\x32\x18.headrace.v1.RowLogprobs\x12%\n\x06\x65rrors\x18\x07 \x03(\x0b\x32\x15.headrace.v1.RowError\x12\x11\n\telapsed_s\x18\x08 \x01(\x01\x12\x10\n\x08\x64raining\x18\t \x01(\x08\x12%\n\x05\x61udit\x18\n \x01(\x0b\x32\x16.headrace.v1.RowsAudit\"@\n\tRowsAudit\x12\x0c\n\x04rows\x18\x01 \x01(\x0c\x12\x12\n\nnum_blocks\x18\x02 \x01(\x0c\x12\x11\n\tblock_ids\x18\x03 \x01(\x0c\"y\n\x0bRowLogprobs\x12\x0b\n\x03row\x18\x01 \x01(\r\x12*\n\x06tokens\x18\x02 \x03(\x0b\x32\x1a.headrace.v1.TokenLogprobs\x12\x31\n\rprompt_tokens\x18\x03 \x03(\x0b\x32\x1a.headrace.v1.TokenLogprobs\"(\n\x08RowError\x12\x0b\n\x03row\x18\x01 \x01(\r\x12\x0f\n\x07message\x18\x02 \x01(\t\"R\n\nBlockChunk\x12\x13\n\x0btransfer_id\x18\x01 \x01(\t\x12\x11\n\tblock_ids\x18\x02 \x01(\x0c\x12\x0c\n\x04\x64\x61ta\x18\x03 \x01(\x0c\x12\x0e\n\x06\x63ommit\x18\x04 \x01(\x08\"\"\n\x0c\x42lockReceipt\x12\x12\n\nnum_blocks\x18\x01 \x01(\r2\xdb\x01\n\tGpuWorker\x12G\n\x08\x44\x65scribe\x12\x1c.headrace.v1.DescribeRequest\x1a\x1d.headrace.v1.DescribeResponse\x12=\n\x07\x45xecute\x12\x15.headrace.v1.StepPlan\x1a\x17.headrace.v1.StepResult(\x01\x30\x01\x12\x46\n\x0eTransferBlocks\x12\x17.headrace.v1.BlockChunk\x1a\x19.headrace.v1.BlockReceipt(\x01\x62\x06proto3')
+DESCRIPTOR = _descriptor_pool.Default().AddSerializedFile(b'\n\x1bheadrace/v1/gpuworker.proto\x12\x0bheadrace.v1\x1a\x18headrace/v1/common.proto\"\"\n\x0f\x44\x65scribeRequest\x12\x0f\n\x07version\x18\x01 \x01(\t\"7\n\x10\x44\x65scribeResponse\x12#\n\x06worker\x18\x01 \x01(\x0b\x32\x13.headrace.v1.Worker\"\xb7\x02\n\x08StepPlan\x12\x0f\n\x07step_id\x18\x01 \x01(\x04\x12\x12\n\nfreed_rows\x18\x02 \x01(\x0c\x12-\n\x0crow_requests\x18\x03 \x03(\x0b\x32\x17.headrace.v1.RowRequest\x12\x1b\n\x13\x61ppended_block_rows\x18\x04 \x01(\x0c\x12\x1a\n\x12\x61ppended_block_ids\x18\x05 \x01(\x0c\x12\x0c\n\x04rows\x18\x06 \x01(\x0c\x12\x1b\n\x13num_computed_tokens\x18\x07 \x01(\x0c\x12\x1c\n\x14num_scheduled_tokens\x18\x08 \x01(\x0c\x12\x18\n\x10num_draft_tokens\x18\t \x01(\x0c\x12\x17\n\x0f\x64raft_token_ids\x18\n \x01(\x0c\x12\x13\n\x0btraceparent\x18\x0b \x01(\t\x12\r\n\x05\x61udit\x18\x0c \x01(\x08\"\x8a\x01\n\nRowRequest\x12\x0b\n\x03row\x18\x01 \x01(\r\x12\x12\n\nrequest_id\x18\x02 \x01(\t\x12\x11\n\ttoken_ids\x18\x03 \x01(\x0c\x12\x19\n\x11num_prompt_tokens\x18\x04 \x01(\r\x12-\n\x08sampling\x18\x05 \x01(\x0b\x32\x1b.headrace.v1.SamplingParams\"\x9e\x02\n\nStepResult\x12\x0f\n\x07step_id\x18\x01 \x01(\x04\x12\x1a\n\x12num_sampled_tokens\x18\x02 \x01(\x0c\x12\x11\n\ttoken_ids\x18\x03 \x01(\x0c\x12\x18\n\x10num_draft_tokens\x18\x04 \x01(\x0c\x12\x17\n\x0f\x64raft_token_ids\x18\x05 \x01(\x0c\x12*\n\x08logprobs\x18\x06 \x03(\x0b\x32\x18.headrace.v1.RowLogprobs\x12%\n\x06\x65rrors\x18\x07 \x03(\x0b\x32\x15.headrace.v1.RowError\x12\x11\n\telapsed_s\x18\x08 \x01(\x01\x12\x10\n\x08\x64raining\x18\t \x01(\x08\x12%\n\x05\x61udit\x18\n \x01(\x0b\x32\x16.headrace.v1.RowsAudit\"@\n\tRowsAudit\x12\x0c\n\x04rows\x18\x01 \x01(\x0c\x12\x12\n\nnum_blocks\x18\x02 \x01(\x0c\x12\x11\n\tblock_ids\x18\x03 \x01(\x0c\"y\n\x0bRowLogprobs\x12\x0b\n\x03row\x18\x01 \x01(\r\x12*\n\x06tokens\x18\x02 \x03(\x0b\x32\x1a.headrace.v1.TokenLogprobs\x12\x31\n\rprompt_tokens\x18\x03 \x03(\x0b\x32\x1a.headrace.v1.TokenLogprobs\"(\n\x08RowError\x12\x0b\n\x03row\x18\x01 \x01(\r\x12\x0f\n\x07message\x18\x02 \x01(\t\"R\n\nBlockChunk\x12\x13\n\x0btransfer_id\x18\x01 \x01(\t\x12\x11\n\tblock_ids\x18\x02 \x01(\x0c\x12\x0c\n\x04\x64\x61ta\x18\x03 \x01(\x0c\x12\x0e\n\x06\x63ommit\x18\x04 \x01(\x08\"\"\n\x0c\x42lockReceipt\x12\x12\n\nnum_blocks\x18\x01 \x01(\r2\xdb\x01\n\tGpuWorker\x12G\n\x08\x44\x65scribe\x12\x1c.headrace.v1.DescribeRequest\x1a\x1d.headrace.v1.DescribeResponse\x12=\n\x07\x45xecute\x12\x15.headrace.v1.StepPlan\x1a\x17.headrace.v1.StepResult(\x01\x30\x01\x12\x46\n\x0eTransferBlocks\x12\x17.headrace.v1.BlockChunk\x1a\x19.headrace.v1.BlockReceipt(\x01\x62\x06proto3')
 
 _globals = globals()
 _builder.BuildMessageAndEnumDescriptors(DESCRIPTOR, _globals)
@@ -33,25 +33,25 @@ _builder.BuildTopDescriptorsAndMessages(DESCRIPTOR, 'headrace.v1.gpuworker_pb2',
 if not _descriptor._USE_C_DESCRIPTORS:
   DESCRIPTOR._loaded_options = None
   _globals['_DESCRIBEREQUEST']._serialized_start=70
-  _globals['_DESCRIBEREQUEST']._serialized_end=87
-  _globals['_DESCRIBERESPONSE']._serialized_start=89
-  _globals['_DESCRIBERESPONSE']._serialized_end=144
-  _globals['_STEPPLAN']._serialized_start=147
-  _globals['_STEPPLAN']._serialized_end=458
-  _globals['_ROWREQUEST']._serialized_start=461
-  _globals['_ROWREQUEST']._serialized_end=599
-  _globals['_STEPRESULT']._serialized_start=602
-  _globals['_STEPRESULT']._serialized_end=888
-  _globals['_ROWSAUDIT']._serialized_start=890
-  _globals['_ROWSAUDIT']._serialized_end=954
-  _globals['_ROWLOGPROBS']._serialized_start=956
-  _globals['_ROWLOGPROBS']._serialized_end=1077
-  _globals['_ROWERROR']._serialized_start=1079
-  _globals['_ROWERROR']._serialized_end=1119
-  _globals['_BLOCKCHUNK']._serialized_start=1121
-  _globals['_BLOCKCHUNK']._serialized_end=1203
-  _globals['_BLOCKRECEIPT']._serialized_start=1205
-  _globals['_BLOCKRECEIPT']._serialized_end=1239
-  _globals['_GPUWORKER']._serialized_start=1242
-  _globals['_GPUWORKER']._serialized_end=1461
+  _globals['_DESCRIBEREQUEST']._serialized_end=104
+  _globals['_DESCRIBERESPONSE']._serialized_start=106
+  _globals['_DESCRIBERESPONSE']._serialized_end=161
+  _globals['_STEPPLAN']._serialized_start=164
+  _globals['_STEPPLAN']._serialized_end=475
+  _globals['_ROWREQUEST']._serialized_start=478
+  _globals['_ROWREQUEST']._serialized_end=616
+  _globals['_STEPRESULT']._serialized_start=619
+  _globals['_STEPRESULT']._serialized_end=905
+  _globals['_ROWSAUDIT']._serialized_start=907
+  _globals['_ROWSAUDIT']._serialized_end=971
+  _globals['_ROWLOGPROBS']._serialized_start=973
+  _globals['_ROWLOGPROBS']._serialized_end=1094
+  _globals['_ROWERROR']._serialized_start=1096
+  _globals['_ROWERROR']._serialized_end=1136
+  _globals['_BLOCKCHUNK']._serialized_start=1138
+  _globals['_BLOCKCHUNK']._serialized_end=1220
+  _globals['_BLOCKRECEIPT']._serialized_start=1222
+  _globals['_BLOCKRECEIPT']._serialized_end=1256
+  _globals['_GPUWORKER']._serialized_start=1259
+  _globals['_GPUWORKER']._serialized_end=1478
 # @@protoc_insertion_point(module_scope)

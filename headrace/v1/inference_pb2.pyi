@@ -937,6 +937,11 @@ class GetPoolResponse(_message.Message):
     NUM_QUEUED_FIELD_NUMBER: _builtins.int
     NUM_IN_FLIGHT_FIELD_NUMBER: _builtins.int
     NUM_PAUSED_FIELD_NUMBER: _builtins.int
+    VERSION_FIELD_NUMBER: _builtins.int
+    TIME_UNIX_S_FIELD_NUMBER: _builtins.int
+    SCHEDULERS_FIELD_NUMBER: _builtins.int
+    HAS_STORE_FIELD_NUMBER: _builtins.int
+    IS_STORE_UP_FIELD_NUMBER: _builtins.int
     num_queued: _builtins.int
     """Requests waiting in this router."""
     num_in_flight: _builtins.int
@@ -945,9 +950,21 @@ class GetPoolResponse(_message.Message):
     """Requests paused until their clients read; a paused request that a scheduler still holds counts
     as in flight too.
     """
+    version: _builtins.str
+    """The router's version of Headrace."""
+    time_unix_s: _builtins.float
+    """The router's clock, seconds since the epoch."""
+    has_store: _builtins.bool
+    """Whether this router keeps requests in a status store."""
+    is_store_up: _builtins.bool
+    """Whether the status store answers now."""
     @_builtins.property
     def workers(self) -> _containers.RepeatedCompositeFieldContainer[_common_pb2.Worker]:
         """Every worker known to this router."""
+
+    @_builtins.property
+    def schedulers(self) -> _containers.RepeatedCompositeFieldContainer[Global___SchedulerLink]:
+        """The schedulers that this router was given."""
 
     def __init__(
         self,
@@ -956,14 +973,63 @@ class GetPoolResponse(_message.Message):
         num_queued: _builtins.int = ...,
         num_in_flight: _builtins.int = ...,
         num_paused: _builtins.int = ...,
+        version: _builtins.str = ...,
+        time_unix_s: _builtins.float = ...,
+        schedulers: _abc.Iterable[Global___SchedulerLink] | None = ...,
+        has_store: _builtins.bool = ...,
+        is_store_up: _builtins.bool = ...,
     ) -> None: ...
     _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["num_in_flight", b"num_in_flight", "num_paused", b"num_paused", "num_queued", b"num_queued", "workers", b"workers"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["has_store", b"has_store", "is_store_up", b"is_store_up", "num_in_flight", b"num_in_flight", "num_paused", b"num_paused", "num_queued", b"num_queued", "schedulers", b"schedulers", "time_unix_s", b"time_unix_s", "version", b"version", "workers", b"workers"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     def WhichOneof(self, oneof_group: _Never) -> None: ...
 
 Global___GetPoolResponse: _TypeAlias = GetPoolResponse  # noqa: Y015
+
+@_typing.final
+class SchedulerLink(_message.Message):
+    """A scheduler as a router sees it."""
+
+    DESCRIPTOR: _descriptor.Descriptor
+
+    ADDRESS_FIELD_NUMBER: _builtins.int
+    SCHEDULER_ID_FIELD_NUMBER: _builtins.int
+    CONNECTED_FIELD_NUMBER: _builtins.int
+    VERSION_FIELD_NUMBER: _builtins.int
+    CLOCK_OFFSET_S_FIELD_NUMBER: _builtins.int
+    ERROR_FIELD_NUMBER: _builtins.int
+    address: _builtins.str
+    """Where the router calls the scheduler."""
+    scheduler_id: _builtins.str
+    """The name that the scheduler gives itself; empty until it has reported."""
+    connected: _builtins.bool
+    """Whether the router is connected."""
+    version: _builtins.str
+    """The scheduler's version of Headrace; empty until it has reported."""
+    clock_offset_s: _builtins.float
+    """The scheduler's clock minus the router's, as the last report arrived: less by the time that the
+    report took. Seconds.
+    """
+    error: _builtins.str
+    """Why the router is not connected; empty while it is."""
+    def __init__(
+        self,
+        *,
+        address: _builtins.str = ...,
+        scheduler_id: _builtins.str = ...,
+        connected: _builtins.bool = ...,
+        version: _builtins.str = ...,
+        clock_offset_s: _builtins.float = ...,
+        error: _builtins.str = ...,
+    ) -> None: ...
+    _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
+    def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["address", b"address", "clock_offset_s", b"clock_offset_s", "connected", b"connected", "error", b"error", "scheduler_id", b"scheduler_id", "version", b"version"]  # noqa: Y015
+    def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
+    def WhichOneof(self, oneof_group: _Never) -> None: ...
+
+Global___SchedulerLink: _TypeAlias = SchedulerLink  # noqa: Y015
 
 @_typing.final
 class AuditPoolRequest(_message.Message):

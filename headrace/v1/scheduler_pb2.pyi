@@ -138,16 +138,23 @@ class Hello(_message.Message):
     DESCRIPTOR: _descriptor.Descriptor
 
     ROUTER_ID_FIELD_NUMBER: _builtins.int
+    VERSION_FIELD_NUMBER: _builtins.int
     router_id: _builtins.str
     """The router's name, for logs and traces."""
+    version: _builtins.str
+    """The router's version of Headrace, e.g. "0.1.0". The stream ends with FAILED_PRECONDITION, reason
+    VERSION_SKEW, when scheduler and router are of versions that do not work together. Empty: a
+    router that does not say, which is accepted.
+    """
     def __init__(
         self,
         *,
         router_id: _builtins.str = ...,
+        version: _builtins.str = ...,
     ) -> None: ...
     _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["router_id", b"router_id"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["router_id", b"router_id", "version", b"version"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     def WhichOneof(self, oneof_group: _Never) -> None: ...
 
@@ -569,10 +576,16 @@ class PoolSnapshot(_message.Message):
     SCHEDULER_ID_FIELD_NUMBER: _builtins.int
     WORKERS_FIELD_NUMBER: _builtins.int
     DRAINING_FIELD_NUMBER: _builtins.int
+    VERSION_FIELD_NUMBER: _builtins.int
+    TIME_UNIX_S_FIELD_NUMBER: _builtins.int
     scheduler_id: _builtins.str
     """The scheduler's name."""
     draining: _builtins.bool
     """True while the scheduler accepts no new requests."""
+    version: _builtins.str
+    """The scheduler's version of Headrace. Empty: a scheduler that does not say."""
+    time_unix_s: _builtins.float
+    """The scheduler's clock when the snapshot was made, seconds since the epoch."""
     @_builtins.property
     def workers(self) -> _containers.RepeatedCompositeFieldContainer[_common_pb2.Worker]:
         """In order of worker_id."""
@@ -583,10 +596,12 @@ class PoolSnapshot(_message.Message):
         scheduler_id: _builtins.str = ...,
         workers: _abc.Iterable[_common_pb2.Worker] | None = ...,
         draining: _builtins.bool = ...,
+        version: _builtins.str = ...,
+        time_unix_s: _builtins.float = ...,
     ) -> None: ...
     _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["draining", b"draining", "scheduler_id", b"scheduler_id", "workers", b"workers"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["draining", b"draining", "scheduler_id", b"scheduler_id", "time_unix_s", b"time_unix_s", "version", b"version", "workers", b"workers"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     def WhichOneof(self, oneof_group: _Never) -> None: ...
 
