@@ -9,7 +9,7 @@ STAMP := $(VENV)/.installed
 
 .DEFAULT_GOAL := help
 .PHONY: help setup demo test test-kernels check-kernels bench bench-scheduler bench-control bench-gpu bench-host
-.PHONY: bench-drafts bench-store chaos
+.PHONY: bench-drafts bench-store chaos images
 .PHONY: check format protos docs lock clean
 
 help: ## Say what there is
@@ -35,6 +35,9 @@ demo: $(STAMP) ## Serve the small real model here, ask it something, stop
 test: $(STAMP) ## Run the tests; with ARGS a selection, without the kernels'
 	@$(BIN)/python -m pytest -q $(ARGS)
 	$(if $(ARGS),,@$(MAKE) --no-print-directory test-kernels check-kernels)
+
+images: $(STAMP) ## Build the images and run them, as root with buildah and runc; ARGS="gpuworker" for torch's
+	@HEADRACE_IMAGES="$(ARGS)" $(BIN)/python -m pytest -q -m slow tests/images
 
 chaos: $(STAMP) ## Kill parts of a cluster under load and check the clients; ARGS="--seed N --minutes M"
 	@$(BIN)/python -m tests.chaos $(ARGS)
@@ -76,6 +79,7 @@ check: $(STAMP) ## Format, lint, types, layers, protos, sizes
 	$(BIN)/buf breaking protos --against tests/data/protos/0.1.0.binpb
 	PATH=$(abspath $(BIN)):$$PATH $(BIN)/python protos/generate.py --check
 	$(BIN)/python .ci/ceilings.py
+	$(BIN)/hadolint helm/images/*.Containerfile
 
 format: $(STAMP) ## Format and mend what can be mended
 	$(BIN)/ruff check --fix .

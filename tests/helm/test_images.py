@@ -1,7 +1,6 @@
 """The images' files, read as text, and the health check that they hold, run against a real port."""
 
 import asyncio
-import re
 import subprocess
 import sys
 from pathlib import Path
@@ -10,23 +9,10 @@ import pytest
 import trustme
 
 from headrace.service.serving import GrpcServer, ServingConfig
+from tests.images.containerfile import IMAGES, instructions, last_stage
 
 ROOT = Path(__file__).parents[2]
-IMAGES = ROOT / "helm" / "images"
 PORTS = {"router": 8700, "scheduler": 8701, "gpuworker": 8702}
-
-
-def instructions(service):
-    """Instruction and arguments, in order; of the last stage those behind the last FROM."""
-    text = (IMAGES / f"{service}.Containerfile").read_text(encoding="utf-8")
-    text = re.sub(r"^#.*\n", "", text, flags=re.MULTILINE).replace("\\\n", " ")
-    return [tuple(line.split(maxsplit=1)) for line in text.splitlines() if line.strip()]
-
-
-def last_stage(service):
-    found = instructions(service)
-    start = max(i for i, (name, _) in enumerate(found) if name == "FROM")
-    return found[start:]
 
 
 @pytest.mark.parametrize("service", PORTS)
@@ -46,8 +32,9 @@ def test_an_image_can_be_built_on_another_base_and_has_no_compiler_it_does_not_n
     assert found[0][0] == "ARG"
     assert found[0][1].startswith("BASE_IMAGE=")
     assert not found[0][1].endswith(":latest")
-    assert all(arguments.startswith("${BASE_IMAGE}") for name, arguments in found if name == "FROM")
-    packages = " ".join(arguments for name, arguments in last_stage(service) if name == "RUN")
+    stages = [arguments for name, arguments in found if name == "FROM"]
+    assert stages == ["${BASE_IMAGE} AS base", "base AS build", "base"]
+    packages = " ".join(arguments for name, arguments in found if name == "RUN")
     assert ("g++" in packages) == (service == "gpuworker")
     assert "--no-install-recommends" in packages
     assert "rm -rf /var/lib/apt/lists/*" in packages
@@ -55,12 +42,42 @@ def test_an_image_can_be_built_on_another_base_and_has_no_compiler_it_does_not_n
 
 @pytest.mark.parametrize("service", PORTS)
 def test_every_version_is_locked_and_torch_is_in_the_workers_image_only(service):
-    installs = [a for name, a in instructions(service) if name == "RUN" and "pip install" in a]
-    assert installs
-    assert ("ENV", "PIP_CONSTRAINT=/src/requirements.lock") in instructions(service)
+    found = instructions(service)
+    installs = [a for name, a in found if name == "RUN" and "pip install" in a]
+    assert any(a.startswith("PIP_CONSTRAINT=/src/requirements.lock ") for _, a in found)
     assert any("torch" in each for each in installs) == (service == "gpuworker")
-    extras = {"router": '".[router]"', "scheduler": '"."', "gpuworker": '".[gpuworker]"'}
-    assert installs[-1].endswith(extras[service])
+    extras = {
+        "router": '".[router,kubernetes]"',
+        "scheduler": '".[kubernetes]"',
+        "gpuworker": '".[gpuworker]"',
+    }
+    assert installs[-2].endswith(extras[service])
+
+
+@pytest.mark.parametrize("service", PORTS)
+def test_a_change_of_the_code_leaves_the_layer_of_the_dependencies_as_it_is(service):
+    found = instructions(service)
+    code = found.index(("COPY", "headrace ./headrace"))
+    (after,) = [a for name, a in found[code:] if name == "RUN" and "pip" in a]
+    assert after == "/opt/pip/bin/pip install --no-deps --force-reinstall ."
+
+
+def test_images_share_their_first_layers():
+    stages = [instructions(service) for service in PORTS]
+    ends = [stage.index(("FROM", "base AS build")) for stage in stages]
+    assert len({tuple(stage[:end]) for stage, end in zip(stages, ends, strict=True)}) == 1
+
+
+def test_a_build_is_given_what_the_images_copy_and_nothing_else():
+    lines = (ROOT / ".dockerignore").read_text(encoding="utf-8").splitlines()
+    admitted = {line[1:] for line in lines if line.startswith("!")}
+    copied = set()
+    for service in PORTS:
+        for name, arguments in instructions(service):
+            if name == "COPY" and not arguments.startswith("--from"):
+                copied |= set(arguments.split()[:-1])
+    assert lines[1] == "*"
+    assert admitted == copied
 
 
 @pytest.mark.parametrize("service", PORTS)
