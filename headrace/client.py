@@ -239,7 +239,7 @@ class HeadraceClient:
     async def _try(self, method: str, request: Any) -> Any:
         router = self._routers.current
         try:
-            with router.errors():
+            async with router.errors():
                 return await getattr(router.stub, method)(
                     request, timeout=_CALL_TIMEOUT_S, metadata=telemetry.outgoing_metadata()
                 )

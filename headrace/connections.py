@@ -2,17 +2,19 @@
 
 import asyncio
 import contextlib
-from collections.abc import Iterator
+from collections.abc import AsyncIterator
 from typing import Any
 
 import grpc
 import grpc.aio
 
 from headrace.service.channels import (
+    WANTS_TLS,
     ChannelConfig,
     connect_failure,
     has_never_connected,
     open_channel,
+    speaks_tls,
 )
 from headrace.service.errors import ServiceError, from_rpc_error
 from headrace.v1 import inference_pb2_grpc
@@ -63,14 +65,14 @@ class RouterChannel:
         if self._channel is not None:
             await self._channel.close()
 
-    @contextlib.contextmanager
-    def errors(self) -> Iterator[None]:
+    @contextlib.asynccontextmanager
+    async def errors(self) -> AsyncIterator[None]:
         """Turns what gRPC raises into ServiceError; UNREACHABLE where no router has answered."""
         try:
             yield
         except grpc.aio.AioRpcError as error:
             mapped = from_rpc_error(error)
-            raise self._unreachable(mapped) if _is_of_the_way(mapped) else mapped from error
+            raise (await self._unreachable(mapped) if _is_of_the_way(mapped) else mapped) from error
         except asyncio.CancelledError:
             # grpc.aio raises this also when the server ends a call as CANCELLED.
             task = asyncio.current_task()
@@ -79,10 +81,16 @@ class RouterChannel:
             text = "the call was cancelled by the server or on the way"
             raise ServiceError(grpc.StatusCode.CANCELLED, CANCELLED, text) from None
 
-    def _unreachable(self, error: ServiceError) -> "UnreachableError":
+    async def _unreachable(self, error: ServiceError) -> "UnreachableError":
         why = connect_failure(error.message)
+        is_tls = self._config is not None and self._config.is_tls
+        if "Socket closed" in why and is_tls:
+            why += "; the server may want a client certificate, a valid one of its authority"
+        elif "Socket closed" in why and await speaks_tls(self.address):
+            why = WANTS_TLS
         text = f"cannot reach a Headrace router at {self.address}: {why}"
-        return UnreachableError(text, has_connected=not has_never_connected(error.message))
+        has_connected = why != WANTS_TLS and not has_never_connected(error.message)
+        return UnreachableError(text, has_connected=has_connected)
 
 
 class UnreachableError(ServiceError):

@@ -127,7 +127,7 @@ class RequestStream:
         call = None
         try:
             await router.connect()
-            with router.errors():
+            async with router.errors():
                 metadata = telemetry.outgoing_metadata(span)
                 call = getattr(router.stub, method)(request, metadata=metadata)
                 async for response in call:

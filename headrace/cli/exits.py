@@ -32,7 +32,7 @@ class Unreachable(Failure):
 def explained(error: "ServiceError") -> Failure:
     """A ServiceError as one line that says what to do."""
     if error.reason == "UNREACHABLE":
-        return Unreachable(f"{error.message}. {_what_to_try(error.message)}")
+        return Unreachable(". ".join(filter(None, (error.message, _what_to_try(error.message)))))
     if error.reason == "BAD_TOKEN":
         # The server's message is for programs that set metadata themselves.
         return Failure(f"this server wants its token: --auth-token-file FILE [{error.reason}]")
@@ -41,13 +41,14 @@ def explained(error: "ServiceError") -> Failure:
 
 
 def _what_to_try(message: str) -> str:
-    if "Tls handshake failed" in message:
-        return "Check that the server uses TLS, and that --tls-ca-file has signed its certificate"
+    if "tls_ca_file" in message:
+        return "The option is --tls-ca-file PEM; --tls trusts the system's authorities"
+    if "client certificate" in message:
+        return "The options are --tls-cert-file and --tls-key-file"
+    if "TLS" in message or "certificate" in message:
+        return ""
     if "Socket closed" in message:
-        return (
-            "A server listens there; it may require TLS (--tls-ca-file) or your certificate, too"
-            " (--tls-cert-file, --tls-key-file)"
-        )
+        return "A server listens there, and speaks neither gRPC nor TLS"
     return "Start one with `headrace serve`, or say where it is with --server HOST:PORT"
 
 

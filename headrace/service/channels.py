@@ -1,6 +1,8 @@
 """Opens channels to services, with TLS, bearer token and keepalive."""
 
+import asyncio
 import re
+import ssl
 from typing import Annotated, Any
 
 import grpc
@@ -8,6 +10,7 @@ import grpc.aio
 import msgspec
 
 from headrace.service.config import help_text
+from headrace.service.renewal import RenewedChannel
 from headrace.service.tls import read_authorities, read_pair, read_tokens
 from headrace.service.watched import Watched
 
@@ -15,6 +18,23 @@ _CONNECT_NOISE = re.compile(
     r"^failed to connect to all addresses; last error: [A-Z_]+: (?:(?:ipv[46]|unix):\S+: )?"
     r"(?:Failed to connect to remote host: )?"
 )
+
+
+# What gRPC's messages contain, and what they mean.
+_CLEAR = {
+    "WRONG_VERSION_NUMBER": "the port does not speak TLS: leave the TLS options out",
+    "certificate has expired": "the server's certificate has expired: renew it there",
+    "certificate is not yet valid": "the server's certificate is not valid yet: check both clocks",
+    "Hostname Verification": (
+        "the server's certificate is of another name: call the server by a name in it, or renew it"
+    ),
+    "CERTIFICATE_VERIFY_FAILED": (
+        "the server's certificate is not signed by an authority that is trusted here:"
+        " give the right tls_ca_file"
+    ),
+}
+WANTS_TLS = "the port speaks TLS: give tls_ca_file"
+_PROBE_S = 2.0
 
 
 class ChannelConfig(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
@@ -32,6 +52,11 @@ class ChannelConfig(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
         ),
     ] = ""
     max_message_bytes: Annotated[int, help_text("Largest message taken.", ge=1)] = 16 * 1024 * 1024
+
+    @property
+    def is_tls(self) -> bool:
+        """Whether connections other than to a socket are TLS."""
+        return bool(self.tls or self.tls_ca_file or self.tls_cert_file or self.tls_key_file)
 
 
 class _Token:
@@ -79,21 +104,49 @@ def open_channel(target: str, config: ChannelConfig | None = None) -> grpc.aio.C
     if config.auth_token_file:
         token = Watched([config.auth_token_file], lambda: read_tokens(config.auth_token_file)[0])
         interceptors = [_TokenUnary(token), _TokenServerStream(token), _TokenBidi(token)]
-    has_pair = bool(config.tls_cert_file or config.tls_key_file)
-    is_plain = not (config.tls or config.tls_ca_file or has_pair)
     # A socket has no name that a certificate could certify.
-    if is_plain or target.startswith("unix:"):
+    if not config.is_tls or target.startswith("unix:"):
         return grpc.aio.insecure_channel(target, options=options, interceptors=interceptors)
-    cert, key = read_pair(config.tls_cert_file, config.tls_key_file) if has_pair else (None, None)
-    credentials = grpc.ssl_channel_credentials(
-        read_authorities(config.tls_ca_file) if config.tls_ca_file else None, key, cert
+    files = [config.tls_ca_file, config.tls_cert_file, config.tls_key_file]
+    credentials = Watched(files, lambda: _credentials(config))
+    return RenewedChannel(
+        credentials,
+        lambda found: grpc.aio.secure_channel(
+            target, found, options=options, interceptors=interceptors
+        ),
     )
-    return grpc.aio.secure_channel(target, credentials, options=options, interceptors=interceptors)
+
+
+def _credentials(config: ChannelConfig) -> grpc.ChannelCredentials:
+    has_pair = bool(config.tls_cert_file or config.tls_key_file)
+    cert, key = read_pair(config.tls_cert_file, config.tls_key_file) if has_pair else (None, None)
+    authorities = read_authorities(config.tls_ca_file) if config.tls_ca_file else None
+    return grpc.ssl_channel_credentials(authorities, key, cert)
 
 
 def connect_failure(details: str) -> str:
     """The cause in gRPC's message about a failed connection, without the address."""
-    return _CONNECT_NOISE.sub("", details)
+    why = _CONNECT_NOISE.sub("", details)
+    return next((clear for sign, clear in _CLEAR.items() if sign in why), why)
+
+
+async def speaks_tls(target: str) -> bool:
+    """Whether a port answers a TLS handshake; False when it cannot be reached, or is a socket."""
+    host, _, port = target.rpartition(":")
+    if target.startswith("unix:") or not port.isdecimal():
+        return False
+    context = ssl.SSLContext(ssl.PROTOCOL_TLS_CLIENT)
+    # Only whether it is TLS is asked; nothing is sent.
+    context.check_hostname, context.verify_mode = False, ssl.CERT_NONE
+    context.set_alpn_protocols(["h2"])
+    try:
+        async with asyncio.timeout(_PROBE_S):
+            _, writer = await asyncio.open_connection(host.strip("[]"), int(port), ssl=context)
+    except (OSError, TimeoutError) as error:
+        # An alert of the other side is TLS, too.
+        return isinstance(error, ssl.SSLError) and "ALERT" in str(error.reason).upper()
+    writer.transport.abort()
+    return True
 
 
 def has_never_connected(details: str) -> bool:

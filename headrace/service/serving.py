@@ -4,7 +4,7 @@ import asyncio
 import resource
 import signal
 from collections.abc import Collection, Sequence
-from typing import Annotated
+from typing import Annotated, Any
 
 import grpc
 import grpc.aio
@@ -19,6 +19,7 @@ from headrace.service.handlers import HandlerInterceptor
 from headrace.service.keys import watch_keys
 from headrace.service.requests import RequestReader
 from headrace.service.tls import read_authorities, read_pair
+from headrace.service.watched import Watched
 
 _MAX_PORT = 65_535
 # Clients behind gateways ping during a long prefill, in which nothing is sent.
@@ -46,7 +47,13 @@ class ServingConfig(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
             " the permissions of its folder protect it."
         ),
     ] = "127.0.0.1:0"
-    tls_cert_file: Annotated[str, help_text("PEM certificate; with a key, the port is TLS.")] = ""
+    tls_cert_file: Annotated[
+        str,
+        help_text(
+            "PEM certificate; with a key, the port is TLS. New connections get what is in the files"
+            " by then, without a restart."
+        ),
+    ] = ""
     tls_key_file: Annotated[str, help_text("PEM private key of the certificate.")] = ""
     tls_client_ca_file: Annotated[
         str, help_text("PEM authorities; callers must then show a certificate of theirs (mTLS).")
@@ -149,15 +156,31 @@ class GrpcServer:
             if config.tls_client_ca_file:
                 raise ConfigError("tls_client_ca_file needs tls_cert_file and tls_key_file")
             return None
-        cert, key = read_pair(config.tls_cert_file, config.tls_key_file)
-        client_ca = None
-        if config.tls_client_ca_file:
-            client_ca = read_authorities(config.tls_client_ca_file)
-        return grpc.ssl_server_credentials(
-            [(key, cert)],
-            root_certificates=client_ca,
-            require_client_auth=client_ca is not None,
+        return _tls_credentials(
+            config.tls_cert_file, config.tls_key_file, config.tls_client_ca_file
         )
+
+
+def _tls_credentials(cert_file: str, key_file: str, client_ca_file: str) -> grpc.ServerCredentials:
+    """What each new connection is offered: the certificate that is in the files by then."""
+
+    def read() -> Any:
+        cert, key = read_pair(cert_file, key_file)
+        authorities = read_authorities(client_ca_file) if client_ca_file else None
+        return grpc.ssl_server_certificate_configuration([(key, cert)], authorities)
+
+    files = Watched([cert_file, key_file, client_ca_file], read)
+    given = files.get()
+
+    def renew() -> Any:
+        """The files' certificate, if it is another one; gRPC calls this from its own threads."""
+        nonlocal given
+        before, given = given, files.get()
+        return None if given is before else given
+
+    return grpc.dynamic_ssl_server_credentials(
+        given, renew, require_client_authentication=bool(client_ca_file)
+    )
 
 
 def _hostile_peers() -> tuple[tuple[str, int], ...]:
