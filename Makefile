@@ -6,6 +6,8 @@ VENV := .venv
 BIN := $(VENV)/bin
 DEPENDENCIES := $(VENV)/.dependencies
 STAMP := $(VENV)/.installed
+# A process a core; the tests of a file stay in one, with the fixtures that they share.
+IN_PARALLEL := -n logical --maxprocesses 8 --dist loadfile
 
 .DEFAULT_GOAL := help
 .PHONY: help setup demo test test-kernels check-kernels bench bench-scheduler bench-control bench-gpu bench-host
@@ -33,7 +35,7 @@ demo: $(STAMP) ## Serve the small real model here, ask it something, stop
 	@$(BIN)/headrace demo
 
 test: $(STAMP) ## Run the tests; with ARGS a selection, without the kernels'
-	@$(BIN)/python -m pytest -q $(ARGS)
+	@$(BIN)/python -m pytest -q $(or $(ARGS),$(IN_PARALLEL))
 	$(if $(ARGS),,@$(MAKE) --no-print-directory test-kernels check-kernels)
 
 images: $(STAMP) ## Build the images and run them, as root with buildah and runc; ARGS="gpuworker" for torch's
@@ -43,7 +45,7 @@ chaos: $(STAMP) ## Kill parts of a cluster under load and check the clients; ARG
 	@$(BIN)/python -m tests.chaos $(ARGS)
 
 test-kernels: $(STAMP) ## Run the GPU kernels under Triton's interpreter, no GPU needed
-	@TRITON_INTERPRET=1 $(BIN)/python -m pytest -q tests/kernels $(ARGS)
+	@TRITON_INTERPRET=1 $(BIN)/python -m pytest -q tests/kernels $(or $(ARGS),$(IN_PARALLEL))
 
 check-kernels: $(STAMP) ## Compile the GPU kernels for every target, no GPU needed
 	@TRITON_CACHE_DIR=$(abspath build/triton) $(BIN)/python -m tests.kernels.check_kernels $(ARGS)

@@ -1,5 +1,9 @@
-"""Fixtures of every test."""
+"""Fixtures of every test, and how long any of them may take."""
 
+import asyncio
+import functools
+import gc
+import inspect
 import os
 import signal
 from collections.abc import Iterator
@@ -7,15 +11,22 @@ from pathlib import Path
 from typing import TYPE_CHECKING
 
 import pytest
-from hypothesis import HealthCheck, settings
+from hypothesis import HealthCheck, Phase, settings
 
 from gpuworker.machine import prepare_libraries
 
 if TYPE_CHECKING:
     from tests.kubernetes.control_plane import ControlPlane
 
-# How long an example takes says how busy the machine is.
-settings.register_profile("busy", deadline=None, suppress_health_check=[HealthCheck.too_slow])
+# How long an example takes says how busy the machine is. Shrinking a failure takes minutes, and no
+# timeout ends it: hypothesis takes the timeout for one more failure, and shrinks that too.
+settings.register_profile("shrink", deadline=None, suppress_health_check=[HealthCheck.too_slow])
+settings.register_profile(
+    "busy",
+    settings.get_profile("shrink"),
+    phases=[Phase.explicit, Phase.reuse, Phase.generate],
+    print_blob=True,
+)
 settings.load_profile("busy")
 
 # Before any test imports torch: a busy machine must not stall us.
@@ -25,6 +36,34 @@ prepare_libraries()
 # `make test &` in a script starts us deaf to Ctrl-C, and what we start would inherit that.
 if signal.getsignal(signal.SIGINT) is signal.SIG_IGN:
     signal.signal(signal.SIGINT, signal.default_int_handler)
+
+
+def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item]) -> None:
+    """Coroutines get three quarters of a test's timeout.
+
+    So the traceback shows the await that hangs, and what the test holds is closed. pytest-timeout
+    would leave the coroutine in its loop, where it goes on beside the module's next tests.
+    """
+    for item in items:
+        if isinstance(item, pytest.Function) and inspect.iscoroutinefunction(item.obj):
+            marker = item.get_closest_marker("timeout")
+            timeout_s = marker.args[0] if marker else float(config.getini("timeout"))
+            item.obj = _bounded(item.obj, 0.75 * timeout_s)
+
+
+def pytest_collection_finish() -> None:
+    """What was imported is garbage for no test: a collection costs 1 ms then, and not 300."""
+    gc.collect()
+    gc.freeze()
+
+
+def _bounded(test, timeout_s: float):
+    @functools.wraps(test)
+    async def bounded(*args, **kwargs):
+        async with asyncio.timeout(timeout_s):
+            await test(*args, **kwargs)
+
+    return bounded
 
 
 @pytest.fixture(scope="session")
