@@ -150,13 +150,18 @@ async def test_a_request_taken_up_elsewhere_leaves_its_router_and_no_record(work
     async with running_scheduler([worker], store=store) as scheduler:
         await scheduler.ready()
         async with router_to(scheduler) as router:
+            # The worker makes few tokens at a time, so that the request has not ended before.
+            worker.hold()
             handle = await router.submit(PROMPT, 200)
+            await worker.release(4)
             await router.has_tokens(handle, 3)
             store.write_all()
             store.claim("r0-0")
+            await worker.release(4)
             await router.has_tokens(handle, len(router.received[handle].token_ids) + 1)
             store.write_all()
             await router.wait_for(lambda: router.received[handle].has_moved)
+            await worker.release()
             (request,) = scheduler.switchboard.requests
             assert request.is_superseded
             # Nobody takes the request over here.
@@ -171,13 +176,17 @@ async def test_a_request_set_aside_goes_on_for_the_router_that_has_claimed_it(wo
     async with running_scheduler([worker], store=store) as scheduler:
         await scheduler.ready()
         async with router_to(scheduler, "a") as one, router_to(scheduler, "b") as other:
+            worker.hold()
             first = await one.submit(PROMPT, 200, request_id="x")
+            await worker.release(4)
             await one.has_tokens(first, 3)
             store.write_all()
             epoch = store.claim("x")
+            await worker.release(4)
             await one.has_tokens(first, len(one.received[first].token_ids) + 1)
             store.write_all()
             await one.wait_for(lambda: one.received[first].has_moved)
+            await worker.release()
             taken = await other.submit(PROMPT, 200, request_id="x", epoch=epoch)
             assert await other.finished(taken) == [expected_tokens(PROMPT, 200)]
             store.write_all()
