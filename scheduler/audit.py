@@ -80,6 +80,8 @@ class Auditor:
 
     def begin(self) -> OpenAudit | None:
         """The audit that the plan which was just made is to carry, if one was asked for."""
+        if not self._asked:
+            return None
         asked = tuple(answer for answer in self._asked if not answer.done())
         self._asked.clear()
         if not asked:

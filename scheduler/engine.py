@@ -126,8 +126,7 @@ class WorkerEngine:
 
     def end_reached(self, submission: Submission, generated: Int32Array) -> RequestStatus | None:
         """How a request has ended with its last token; see intake.end_reached."""
-        max_num_tokens = self._core.config.max_num_tokens
-        return intake.end_reached(submission, generated, self._info, max_num_tokens)
+        return intake.end_reached(submission, generated, self._info, self._core.config)
 
     def explain(self, request: LiveRequest) -> RequestExplanation | None:
         """The history of a live request on this worker, or None."""

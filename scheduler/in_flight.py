@@ -8,7 +8,7 @@ from opentelemetry.trace import Span
 
 from scheduler.audit import OpenAudit
 from scheduler.core.plan import Int32Array, Int64Array, StepOutput, StepPlan, StepResult
-from scheduler.requests import FirstAdmission, LiveRequest
+from scheduler.requests import FirstAdmission, LiveRequest, largest_id
 from scheduler.updates import NO_DRAFTS, NewLogprobs
 from scheduler.worker import RowLogprobs, WorkerLostError, WorkerResult, WorkerSpec
 
@@ -53,7 +53,7 @@ class InFlight:
         if step.failed_rows and not set(step.failed_rows) <= set(self.plan.rows.tolist()):
             raise WorkerLostError(f"it named failed rows {step.failed_rows} that had no step")
         self._check_num_sampled(step)
-        _check_token_ids(step.token_ids, info.vocab_size)
+        _check_ids(step.token_ids, info.vocab_size)
         self._check_drafts(step, info)
         self._check_logprobs(result, info.vocab_size)
 
@@ -76,10 +76,10 @@ class InFlight:
     def _check_drafts(self, step: StepResult, info: WorkerSpec) -> None:
         num_drafts = step.num_draft_tokens
         if len(num_drafts) and (
-            len(num_drafts) != self.plan.num_reqs or num_drafts.max() > info.num_spec_tokens
+            len(num_drafts) != self.plan.num_reqs or largest_id(num_drafts) > info.num_spec_tokens
         ):
             raise WorkerLostError(f"it sent other drafts than {info.num_spec_tokens} for a request")
-        _check_token_ids(step.draft_token_ids, info.vocab_size)
+        _check_ids(step.draft_token_ids, info.vocab_size)
 
     def _check_logprobs(self, result: WorkerResult, vocab_size: int) -> None:
         """Rows that asked get one entry per token; other rows get none."""
@@ -164,6 +164,6 @@ def _has_logprobs_due(request: LiveRequest, entry: RowLogprobs, num_sampled: int
     return num_prompt == num_prompt_due if num_sampled else num_prompt <= num_prompt_due
 
 
-def _check_token_ids(token_ids: Int32Array, vocab_size: int) -> None:
-    if len(token_ids) and not 0 <= int(token_ids.min()) <= int(token_ids.max()) < vocab_size:
+def _check_ids(token_ids: Int32Array, vocab_size: int) -> None:
+    if len(token_ids) and largest_id(token_ids) >= vocab_size:
         raise WorkerLostError(f"it sent tokens that are not in its vocabulary of {vocab_size}")

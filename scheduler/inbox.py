@@ -119,9 +119,7 @@ class Inbox:
     def _add(self, request: LiveRequest) -> FinishedRequest | None:
         """Give a request to the core, or return its end if no token is left to generate."""
         generated = request.generated_token_ids
-        end = intake.end_reached(
-            request.submission, generated, self._info, self._core.config.max_num_tokens
-        )
+        end = intake.end_reached(request.submission, generated, self._info, self._core.config)
         if end is not None:
             self._log.admitted(request, 0, self._info, 0)
             return intake.unscheduled_end(request, end)

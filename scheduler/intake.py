@@ -1,7 +1,13 @@
 """Converts a live request for a scheduling core, and tells when the core is not needed."""
 
 from scheduler.core.block_hash import BLOCKS_PER_SLICE, BlockHashes
-from scheduler.core.plan import FinishedRequest, Int32Array, NewRequest, RequestStatus
+from scheduler.core.plan import (
+    FinishedRequest,
+    Int32Array,
+    NewRequest,
+    RequestStatus,
+    SchedulerConfig,
+)
 from scheduler.requests import LiveRequest, Submission
 from scheduler.worker import WorkerSpec
 
@@ -37,12 +43,11 @@ def new_request(request: LiveRequest, info: WorkerSpec, *, hashes_ahead: bool) -
 
 
 def end_reached(
-    submission: Submission, generated: Int32Array, info: WorkerSpec, max_num_tokens: int
+    submission: Submission, generated: Int32Array, info: WorkerSpec, config: SchedulerConfig
 ) -> RequestStatus | None:
     """How a request has ended with its last generated token; None if it goes on.
 
     generated is [num_tokens] of an earlier epoch, whose end may have been lost on the way.
-    max_num_tokens is where any request of the worker ends (SchedulerConfig.max_num_tokens).
     """
     if not len(generated):
         return None
@@ -53,7 +58,7 @@ def end_reached(
         if generated[-1] in ends:
             return RequestStatus.STOPPED
     num_tokens = len(submission.prompt_token_ids) + len(generated)
-    if len(generated) >= submission.max_tokens or num_tokens >= max_num_tokens:
+    if len(generated) >= submission.max_tokens or num_tokens >= config.max_num_tokens:
         return RequestStatus.LENGTH_CAPPED
     return None
 

@@ -17,7 +17,7 @@ from scheduler.core.plan import Int32Array, RequestStatus
 from scheduler.engine import WorkerEngine
 from scheduler.past import joined
 from scheduler.quarantine import Quarantine
-from scheduler.requests import NO_ROUTER, LiveRequest, Submission
+from scheduler.requests import NO_ROUTER, LiveRequest, Submission, largest_id
 from scheduler.stranded import StrandedRequests
 from scheduler.switchboard import Switchboard
 from scheduler.updates import NotTaken
@@ -372,12 +372,9 @@ def _refusal(
 
     generated is [num_tokens] tokens of earlier epochs; they take room as the prompt does.
     """
-    vocab_size = engine.info.vocab_size
-    largest_token_ids = {
-        "prompt_token_ids": int(submission.prompt_token_ids.max()),
-        "generated_token_ids": int(generated.max()) if len(generated) else 0,
-        **submission.largest_token_ids,
-    }
+    vocab_size, largest_token_ids = engine.info.vocab_size, submission.largest_token_ids
+    if len(generated):
+        largest_token_ids = {**largest_token_ids, "generated_token_ids": largest_id(generated)}
     for name, token_id in largest_token_ids.items():
         if token_id >= vocab_size:
             return NotTaken(

@@ -150,19 +150,8 @@ class RequestLog:
     ) -> None:
         """The request ended with num_generated tokens."""
         self.pasts.keep(request.submission.request_id, request.past)
-        fields = {
-            "detail": message,
-            "completion_tokens": num_generated,
-            "stop_token_id": facts.stop_token_id,
-        }
-        state = State(facts.status.name)
-        if self.journal is None:
-            self._record(request, state, **fields)
-        elif request.is_superseded:
-            self.journal.forget(request)
-        else:
-            update = self._update(request, state, **fields)
-            self.journal.ended(request, update, facts.output_token_ids)
+        if self._store.is_configured:
+            self._record_end(request, facts, message, num_generated)
         if (span := self._spans.pop(request.key, None)) is not None:
             reason = facts.status.name.lower()
             span.set_attribute(telemetry.RESPONSE_FINISH_REASONS, [reason])
@@ -190,6 +179,23 @@ class RequestLog:
             },
             links=[telemetry.traceparent_of(span) for span in spans[1:]],
         )
+
+    def _record_end(
+        self, request: LiveRequest, facts: FinishedRequest, message: str, num_generated: int
+    ) -> None:
+        fields = {
+            "detail": message,
+            "completion_tokens": num_generated,
+            "stop_token_id": facts.stop_token_id,
+        }
+        state = State(facts.status.name)
+        if self.journal is None:
+            self._record(request, state, **fields)
+        elif request.is_superseded:
+            self.journal.forget(request)
+        else:
+            update = self._update(request, state, **fields)
+            self.journal.ended(request, update, facts.output_token_ids)
 
     def _record(self, request: LiveRequest, state: State, **fields: Any) -> None:
         """Write a change of state; `fields` are an Update's."""

@@ -35,8 +35,9 @@ class Submission:
 
     prompt_token_ids and generated_token_ids are [num_tokens]; the latter were generated (and
     delivered) under an earlier epoch. sampling is the worker's business: only the wire looks
-    inside, and notes the largest token id of each field there that names any, since a worker's
-    vocabulary must hold them. Times are seconds since the epoch. history is of earlier epochs.
+    inside. largest_token_ids has the largest token id of each field that names any, since a
+    worker's vocabulary must hold them. Times are seconds since the epoch. history is of earlier
+    epochs.
     """
 
     handle: int
@@ -61,6 +62,11 @@ class Submission:
     tenant: str = ""
     traceparent: str = ""
     history: tuple[HistoryEvent, ...] = ()
+
+
+def largest_id(token_ids: Int32Array) -> int:
+    """The largest of some token ids; above 2**31 - 1 if one is negative. token_ids is not empty."""
+    return int(np.maximum.reduce(token_ids.view(np.uint32)))
 
 
 class RequestOwner(Protocol):

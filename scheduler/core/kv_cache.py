@@ -187,6 +187,8 @@ class KvCache:
         self.pool.register(block_ids[done:], digests[done:])
 
     def _register_row(self, row: int, first: int, end: int) -> None:
+        if first == end:
+            return
         hashes = self._table.request(row).block_hashes
         hashes.extend(self._table.token_ids[row], end)
         block_ids = self._table.block_table[row, first:end].tolist()

@@ -42,7 +42,7 @@ def long_prefill_budget(state: SchedulerState, budget: int) -> int:
 def may_serve_held(state: SchedulerState, long_budget: int) -> bool:
     """Whether the head of the held requests may get tokens; long prefills have long_budget left."""
     held = state.queues.held
-    return bool(held) and (long_budget > 0 or outranks_long_prefills(state, held.head()))
+    return bool(held) and (long_budget > 0 or outranks_long_prefills(state, held.first().item))
 
 
 def outranks_long_prefills(state: SchedulerState, request: Request) -> bool:

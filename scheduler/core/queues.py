@@ -7,56 +7,33 @@ Requests whose clients do not read are `paused` and in no queue, so they cost st
 """
 
 from collections.abc import Iterator
-from typing import Any
 
 from headrace.lazy_heap import Entry, LazyHeap
 from scheduler.core.policy import Policy
 from scheduler.core.request import Request
 
 
-class WaitingQueue:
-    """Requests in the order of a policy."""
+class WaitingQueue(LazyHeap[int, Request]):
+    """Requests by key, in the order of a policy."""
 
     def __init__(self, policy: Policy) -> None:
+        super().__init__()
         self._policy = policy
-        self._heap: LazyHeap[int, Request] = LazyHeap()
-        self._num_pushed = 0
+        self._num_added = 0
 
-    def push(self, request: Request) -> None:
+    def add(self, request: Request) -> None:
         """Queue a new request."""
-        self._num_pushed += 1
-        self._heap.push(request.key, self._policy.rank(request, self._num_pushed), request)
+        self._num_added += 1
+        self.push(request.key, self._policy.rank(request, self._num_added), request)
 
-    def push_front(self, request: Request) -> None:
+    def add_front(self, request: Request) -> None:
         """Queue a request again, after a preemption or a pause."""
-        self._num_pushed += 1
-        self._heap.push(request.key, self._policy.rank(request, -self._num_pushed), request)
+        self._num_added += 1
+        self.push(request.key, self._policy.rank(request, -self._num_added), request)
 
-    def head(self) -> Request:
-        """The next request; the queue must not be empty."""
-        return self._first().item
-
-    @property
-    def head_rank(self) -> Any:
-        """The next request's rank; the queue must not be empty."""
-        return self._first().rank
-
-    def pop(self) -> Request:
-        """Remove and return the next request."""
-        return self._heap.pop()
-
-    def remove(self, request: Request) -> bool:
-        """Remove a request; False if it is not in this queue."""
-        return self._heap.remove(request.key)
-
-    def __len__(self) -> int:
-        return len(self._heap)
-
-    def __iter__(self) -> Iterator[Request]:
-        return iter(self._heap)
-
-    def _first(self) -> Entry[int, Request]:
-        entry = self._heap.head()
+    def first(self) -> Entry[int, Request]:
+        """The next request and its rank; the queue must not be empty."""
+        entry = self.head()
         assert entry is not None, "an empty queue has no head"
         return entry
 
@@ -84,7 +61,7 @@ class WaitingQueues:
 
     def add(self, request: Request) -> None:
         """Queue a new request."""
-        (self.skipped if request.is_blocked else self.waiting).push(request)
+        (self.skipped if request.is_blocked else self.waiting).add(request)
 
     @property
     def has_other_than_held(self) -> bool:
@@ -94,24 +71,24 @@ class WaitingQueues:
     def next_queue(self, *, with_held: bool = True) -> WaitingQueue | None:
         """The queue whose head is considered next; None when all are empty."""
         queues = (self.held, self.skipped, self.waiting)[not with_held :]
-        filled = (queue for queue in queues if queue)
+        filled = [queue for queue in queues if queue]
         if self._policy.merges_queues:
-            return min(filled, key=lambda queue: queue.head_rank, default=None)
-        return next(filled, None)
+            return min(filled, key=lambda queue: queue.first().rank, default=None)
+        return filled[0] if filled else None
 
     def hold(self, request: Request) -> None:
         """Queue a request, which is in no queue, until long prefills have tokens left."""
-        self.held.push(request)
+        self.held.add(request)
 
     def put_back(self, passed_over: list[Request]) -> None:
         """Queue the requests that a step passed over, in their order, at the front of `skipped`."""
         for request in reversed(passed_over):
-            self.skipped.push_front(request)
+            self.skipped.add_front(request)
 
     def remove(self, request: Request) -> None:
         """Remove a request from its queue, or from the paused requests."""
         if self.paused.pop(request.key, None) is None:
-            any(queue.remove(request) for queue in (self.waiting, self.skipped, self.held))
+            any(queue.remove(request.key) for queue in (self.waiting, self.skipped, self.held))
 
     def pause(self, request: Request) -> None:
         """Remove a request from its queue, if any, until `unpause`."""
@@ -121,4 +98,4 @@ class WaitingQueues:
     def unpause(self, request: Request) -> None:
         """Queue a paused request again, like a preempted one."""
         del self.paused[request.key]
-        (self.skipped if request.is_blocked else self.waiting).push_front(request)
+        (self.skipped if request.is_blocked else self.waiting).add_front(request)

@@ -109,7 +109,7 @@ class SchedulerState:
         self._free_row(row)
         request.status = RequestStatus.PREEMPTED
         request.num_preemptions += 1
-        self.queues.waiting.push_front(request)
+        self.queues.waiting.add_front(request)
         return request
 
     def pause_request(self, request: Request) -> None:

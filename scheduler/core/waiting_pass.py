@@ -58,7 +58,7 @@ class WaitingPass:
             queue := queues.next_queue(with_held=may_serve_held(self._state, batch.long_budget))
         ) is not None:
             full = self._full(batch)
-            request = queue.head()
+            request = queue.first().item
             if full is not None and not self._policy.displaces:
                 self._pass_over(batch, request, full)
                 break
@@ -80,14 +80,14 @@ class WaitingPass:
         """Admit no request in this step."""
         queues = self._state.queues
         if (queue := queues.next_queue()) is not None:
-            self._pass_over(batch, queue.head(), reason)
+            self._pass_over(batch, queue.first().item, reason)
             batch.num_behind_head = len(queues) - 1
 
     def _note_held(self, batch: StepBatch) -> None:
         """Note that the head of `held` waits for long prefills, unless the step has noted one."""
         held, reason = self._state.queues.held, WaitReason.LONG_PREFILLS
         if held and all(fact.reason is not reason for fact in batch.passed_over):
-            self._pass_over(batch, held.head(), reason)
+            self._pass_over(batch, held.first().item, reason)
 
     def _full(self, batch: StepBatch) -> WaitReason | None:
         """Why no request can be admitted, if so."""

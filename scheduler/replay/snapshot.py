@@ -80,9 +80,9 @@ def restore(
         _restore_row(state, requests[name], record)
         held.append(record["blocks"])
     for name in snapshot["waiting"]:
-        state.queues.waiting.push(requests[name])
+        state.queues.waiting.add(requests[name])
     for name in snapshot["skipped"]:
-        state.queues.skipped.push(requests[name])
+        state.queues.skipped.add(requests[name])
     for name in snapshot.get("held", ()):
         state.queues.hold(requests[name])
     for name in snapshot.get("paused", ()):

@@ -21,7 +21,7 @@ from headrace.v1 import common_pb2, gpuworker_pb2, inference_pb2, scheduler_pb2
 from headrace.vocabulary import CancelReason, FinishReason, WorkerRole
 from scheduler.core.plan import Int32Array, RequestStatus, StepPlan, StepResult
 from scheduler.pool import WorkerLoad
-from scheduler.requests import Submission
+from scheduler.requests import Submission, largest_id
 from scheduler.rpc.audit import row_tables_of
 from scheduler.rpc.explain_wire import history_of
 from scheduler.updates import RequestEnd, RouterUpdate
@@ -32,6 +32,7 @@ from scheduler.worker import RowLogprobs, WorkerResult, WorkerSpec
 _VALID_ID = re.compile(r"([A-Za-z0-9._-]{1,64}/)?[A-Za-z0-9._:-]{1,128}(#[0-9]{1,2})?")
 _MAX_ROUTER_ID_CHARS = 256
 _MAX_ABORTS = 1000
+_MAX_INT32 = 2**31 - 1
 # Of a worker's message about a failed row, which the client gets.
 _MAX_ERROR_CHARS = 1000
 
@@ -68,7 +69,8 @@ def submission_of(message: scheduler_pb2.Submission) -> Submission:
     """A router's submission; ServiceError names the field that is wrong."""
     if not _VALID_ID.fullmatch(message.request_id):
         raise invalid("request_id", "must be 1 to 128 characters of [A-Za-z0-9._:-]")
-    prompt = _token_ids(message.prompt_token_ids, "prompt_token_ids")
+    prompt = unpack_int32(message.prompt_token_ids, "prompt_token_ids")
+    generated = unpack_int32(message.generated_token_ids, "generated_token_ids")
     if not len(prompt):
         raise invalid("prompt_token_ids", "must not be empty")
     sampling = message.sampling
@@ -84,10 +86,10 @@ def submission_of(message: scheduler_pb2.Submission) -> Submission:
         handle=message.handle,
         request_id=message.request_id,
         prompt_token_ids=prompt,
-        generated_token_ids=_token_ids(message.generated_token_ids, "generated_token_ids"),
+        generated_token_ids=generated,
         max_tokens=sampling.max_tokens,
         sampling=sampling,
-        largest_token_ids=_largest_token_ids(sampling),
+        largest_token_ids=_largest_token_ids(prompt, generated, sampling),
         model=message.model,
         worker_id=message.worker_id,
         epoch=message.epoch,
@@ -106,16 +108,24 @@ def submission_of(message: scheduler_pb2.Submission) -> Submission:
     )
 
 
-def _largest_token_ids(sampling: common_pb2.SamplingParams) -> dict[str, int]:
-    """The largest token id of each sampling field that names token ids."""
-    named = {
-        "sampling.stop_token_ids": max(sampling.stop_token_ids, default=-1),
-        "sampling.logit_bias": max(sampling.logit_bias, default=-1),
-        "sampling.bad_token_ids": max(
-            (max(sequence.ids, default=-1) for sequence in sampling.bad_token_ids), default=-1
-        ),
-    }
-    return {name: token_id for name, token_id in named.items() if token_id >= 0}
+def _largest_token_ids(
+    prompt: Int32Array, generated: Int32Array, sampling: common_pb2.SamplingParams
+) -> dict[str, int]:
+    """The largest token id of each field that names any; ServiceError if one is negative."""
+    largest = {"prompt_token_ids": largest_id(prompt)}
+    if len(generated):
+        largest["generated_token_ids"] = largest_id(generated)
+    for name, token_id in largest.items():
+        if token_id > _MAX_INT32:
+            raise invalid(name, "must not be negative")
+    if sampling.stop_token_ids:
+        largest["sampling.stop_token_ids"] = max(sampling.stop_token_ids)
+    if sampling.logit_bias:
+        largest["sampling.logit_bias"] = max(sampling.logit_bias)
+    for sequence in sampling.bad_token_ids:
+        name = "sampling.bad_token_ids"
+        largest[name] = max(largest.get(name, 0), *sequence.ids)
+    return largest
 
 
 def status_of_cancellation(message: scheduler_pb2.Cancellation) -> RequestStatus:
@@ -221,9 +231,12 @@ def plan_message(
 
 
 def worker_result(message: gpuworker_pb2.StepResult) -> WorkerResult:
-    """A worker's result; ServiceError names the column that does not fit."""
+    """A worker's result; ServiceError names a column of the wrong length.
+
+    InFlight.check compares the values with the plan.
+    """
     num_sampled_tokens = unpack_int32(message.num_sampled_tokens, "num_sampled_tokens")
-    token_ids = _token_ids(message.token_ids, "token_ids")
+    token_ids = unpack_int32(message.token_ids, "token_ids")
     num_draft_tokens = unpack_int32(message.num_draft_tokens, "num_draft_tokens")
     draft_token_ids = unpack_int32(message.draft_token_ids, "draft_token_ids")
     _check_counts(num_sampled_tokens, token_ids, "num_sampled_tokens")
@@ -346,13 +359,6 @@ def _finished(end: RequestEnd) -> scheduler_pb2.Finished:
     )
 
 
-def _token_ids(data: bytes, field: str) -> Int32Array:
-    token_ids = unpack_int32(data, field)
-    if len(token_ids) and int(token_ids.min()) < 0:
-        raise invalid(field, "must not be negative")
-    return token_ids
-
-
 def _check_counts(counts: Int32Array, values: Int32Array, field: str) -> None:
-    if (counts < 0).any() or int(counts.sum(dtype=np.int64)) != len(values):
-        raise invalid(field, f"must be non-negative and sum up to {len(values)}")
+    if int(np.add.reduce(counts, dtype=np.int64)) != len(values):
+        raise invalid(field, f"must sum up to {len(values)}")

@@ -112,7 +112,7 @@ def end_a_request_that_still_runs(core: SchedulerCore) -> None:
 
 
 def queue_a_running_request(core: SchedulerCore) -> None:
-    core.state.queues.waiting.push(core.state.requests[3])
+    core.state.queues.waiting.add(core.state.requests[3])
 
 
 def lose_a_request(core: SchedulerCore) -> None:

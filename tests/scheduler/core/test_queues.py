@@ -20,10 +20,10 @@ def ids(queue: Any) -> list[str]:
 def test_fcfs_puts_who_comes_back_in_front() -> None:
     queue = WaitingQueue(POLICIES["fcfs"])
     for key in (1, 2):
-        queue.push(make(key))
-    queue.push_front(make(0))
+        queue.add(make(key))
+    queue.add_front(make(0))
     assert ids(queue) == ["r0", "r1", "r2"]
-    assert queue.head() is queue.pop()
+    assert queue.first().item is queue.pop()
     assert ids(queue) == ["r1", "r2"]
 
 
@@ -32,10 +32,10 @@ def test_removal_from_the_middle(policy: Policy) -> None:
     queue = WaitingQueue(policy)
     requests = [make(key) for key in range(4)]
     for request in requests:
-        queue.push(request)
-    assert queue.remove(requests[1])
-    assert queue.remove(requests[0])
-    assert not queue.remove(requests[0])
+        queue.add(request)
+    assert queue.remove(requests[1].key)
+    assert queue.remove(requests[0].key)
+    assert not queue.remove(requests[0].key)
     assert len(queue) == 2
     assert [queue.pop().key, queue.pop().key] == [2, 3]
 
@@ -43,7 +43,7 @@ def test_removal_from_the_middle(policy: Policy) -> None:
 def test_priority_orders_by_priority_then_arrival_then_id_as_text() -> None:
     queue = WaitingQueue(POLICIES["priority"])
     for key, priority, arrival in ((2, 1, 0.0), (10, 1, 0.0), (3, 0, 9.0), (4, 1, -1.0)):
-        queue.push(make(key, priority=priority, arrival_time=arrival))
+        queue.add(make(key, priority=priority, arrival_time=arrival))
     assert ids(queue) == ["r3", "r4", "r10", "r2"]
     assert [queue.pop().request_id for _ in range(4)] == ["r3", "r4", "r10", "r2"]
 
@@ -51,21 +51,21 @@ def test_priority_orders_by_priority_then_arrival_then_id_as_text() -> None:
 def test_a_request_may_return_to_the_priority_queue_that_it_was_removed_from() -> None:
     queue = WaitingQueue(POLICIES["priority"])
     request, other = make(0), make(1)
-    queue.push(request)
-    queue.push(other)
-    queue.remove(request)
-    queue.push(request)
+    queue.add(request)
+    queue.add(other)
+    queue.remove(request.key)
+    queue.add(request)
     assert [queue.pop().key, queue.pop().key, len(queue)] == [0, 1, 0]
 
 
 def test_removed_requests_take_no_memory_while_more_urgent_ones_keep_coming() -> None:
     queue = WaitingQueue(POLICIES["priority"])
-    queue.push(make(0, priority=-1))
+    queue.add(make(0, priority=-1))
     request = make(1)
     for _ in range(100_000):
-        queue.push(request)
-        queue.remove(request)
-        assert len(queue._heap._heap) < 32
+        queue.add(request)
+        queue.remove(request.key)
+        assert len(queue._heap) < 32
     assert ids(queue) == ["r0"]
 
 
