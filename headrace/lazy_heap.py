@@ -91,8 +91,9 @@ class LazyHeap(Generic[K, T]):
 
     def put_back(self) -> None:
         """Return the entries hidden by `pass_over` to their places."""
-        for entry in self.passed_over:
-            heapq.heappush(self._heap, entry)
+        for entry in self._passed_over:
+            if self._is_live(entry):
+                heapq.heappush(self._heap, entry)
         self._passed_over.clear()
 
     @property

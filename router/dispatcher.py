@@ -294,7 +294,7 @@ class Dispatcher:
             num_tokens = 0
             needed_by = functools.partial(self._need, now=now)
             for completion, need, worker in turns(queue, self.pool, needed_by, now):
-                self.queue.remove(completion.key)
+                queue.remove(completion.key)
                 if worker is None:
                     # Admitted for a worker that has left since; no other request waits behind it.
                     error = outcomes.no_longer_fits(completion.request.spec)

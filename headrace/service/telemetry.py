@@ -156,32 +156,30 @@ def begin_span(
     return _tracer.start_span(name, context, kind, dict(attributes or {}), links=linked)
 
 
-@contextlib.contextmanager
 def start_span(
     name: str,
     traceparent: str | None = None,
     attributes: Attributes | None = None,
     *,
     kind: SpanKind = SpanKind.INTERNAL,
-) -> Iterator[Span]:
-    """A span around a block, current inside it; arguments as `begin_span`.
+) -> contextlib.AbstractContextManager[Span]:
+    """A span that begins now, current inside the block; arguments as `begin_span`.
 
     An exception marks the span as failed and goes on; cancellation is noted, not a fault.
     """
-    with use_span(begin_span(name, traceparent, attributes, kind=kind)) as span:
-        try:
-            yield span
-        except BaseException as error:
-            note_error(span, error)
-            raise
+    return use_span(begin_span(name, traceparent, attributes, kind=kind), notes_errors=True)
 
 
 @contextlib.contextmanager
-def use_span(span: Span) -> Iterator[Span]:
+def use_span(span: Span, *, notes_errors: bool = False) -> Iterator[Span]:
     """Makes a span current inside the block and ends it there."""
     token = _current.set(span)
     try:
         yield span
+    except BaseException as error:
+        if notes_errors:
+            note_error(span, error)
+        raise
     finally:
         # A generator closed by the garbage collector is in another context.
         with contextlib.suppress(ValueError):

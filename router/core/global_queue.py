@@ -4,7 +4,7 @@ Each model has its own workers, so requests never wait for workers of another mo
 its own order and its own shares of tenants. Limits hold over all queues together.
 """
 
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterable, Iterator
 from typing import Generic, TypeVar
 
 from router.core.admission import QueueLoad
@@ -44,13 +44,11 @@ class GlobalQueue(Generic[T]):
     @property
     def load(self) -> QueueLoad:
         """The load of all tenants."""
-        queues = self._queue_by_model.values()
-        return QueueLoad(len(self), sum(queue.num_tokens for queue in queues))
+        return _sum(queue.load for queue in self._queue_by_model.values())
 
     def load_of(self, tenant: str) -> QueueLoad:
         """The load of one tenant."""
-        loads = [queue.load_of(tenant) for queue in self._queue_by_model.values()]
-        return QueueLoad(sum(x.num_requests for x in loads), sum(x.num_tokens for x in loads))
+        return _sum(queue.load_of(tenant) for queue in self._queue_by_model.values())
 
     def push(self, entry: QueueEntry[T]) -> None:
         """Queue a request; its key must not be queued already."""
@@ -59,3 +57,11 @@ class GlobalQueue(Generic[T]):
     def remove(self, key: int) -> bool:
         """Remove a request from its queue; False if it is not queued."""
         return any(queue.remove(key) for queue in self._queue_by_model.values())
+
+
+def _sum(loads: Iterable[QueueLoad]) -> QueueLoad:
+    num_requests = num_tokens = 0
+    for load in loads:
+        num_requests += load.num_requests
+        num_tokens += load.num_tokens
+    return QueueLoad(num_requests, num_tokens)

@@ -85,9 +85,9 @@ class ModelQueue(Generic[T]):
 
     def put_back(self) -> None:
         """Restore the requests skipped by `pass_over` to their places."""
-        for name in self._heaps_passed_over & self._heaps.keys():
-            self._heaps[name].put_back()
-        self._heaps_passed_over.clear()
+        while self._heaps_passed_over:
+            if (heap := self._heaps.get(self._heaps_passed_over.pop())) is not None:
+                heap.put_back()
         self.shares.put_back()
 
     def remove(self, key: int) -> bool:
