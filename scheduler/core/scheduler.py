@@ -184,8 +184,9 @@ class SchedulerCore:
         else:
             self._waiting_pass.run(batch)
         columns = batch.columns()
-        plan = self._plan(batch, columns, expired)
-        self._advance(columns, plan.is_prefill_chunk)
+        after = columns.num_computed + columns.num_scheduled
+        plan = self._plan(batch, columns, after < columns.goals, expired)
+        self._advance(columns, after, plan.is_prefill_chunk)
         return plan
 
     def update(self, result: StepResult, now: float) -> StepOutput:
@@ -263,7 +264,11 @@ class SchedulerCore:
         return batch
 
     def _plan(
-        self, batch: StepBatch, columns: BatchColumns, expired: tuple[FinishedRequest, ...]
+        self,
+        batch: StepBatch,
+        columns: BatchColumns,
+        is_prefill_chunk: BoolArray,
+        expired: tuple[FinishedRequest, ...],
     ) -> StepPlan:
         state = self.state
         num_drafts = draft_ids = EMPTY_INT32
@@ -282,15 +287,15 @@ class SchedulerCore:
             num_scheduled_tokens=columns.num_scheduled,
             num_draft_tokens=num_drafts,
             draft_token_ids=draft_ids,
-            is_prefill_chunk=columns.num_computed + columns.num_scheduled < columns.goals,
+            is_prefill_chunk=is_prefill_chunk,
             admissions=tuple(batch.admissions),
             preempted_keys=tuple(victim.key for victim in batch.victims),
             expired=expired,
             facts=_facts(batch),
         )
 
-    def _advance(self, columns: BatchColumns, is_chunk: BoolArray) -> None:
-        """Count scheduled tokens as computed, before the worker has run."""
+    def _advance(self, columns: BatchColumns, after: Int32Array, is_chunk: BoolArray) -> None:
+        """Count scheduled tokens as computed, before the worker has run; `after` is the count."""
         state = self.state
         table = state.table
         rows = columns.rows
@@ -298,7 +303,7 @@ class SchedulerCore:
         state.step_id += 1
         if not len(rows):
             return
-        table.num_computed[rows] = columns.num_computed + columns.num_scheduled
+        table.num_computed[rows] = after
         table.is_prefill_chunk[rows] = is_chunk
         if np.count_nonzero(is_chunk):
             for row in rows[is_chunk].tolist():

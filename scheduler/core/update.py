@@ -11,6 +11,7 @@ import numpy as np
 from scheduler.core.plan import (
     EMPTY_INT32,
     BoolArray,
+    FinishedRequest,
     Int32Array,
     Int64Array,
     RequestStatus,
@@ -76,10 +77,11 @@ class OutputUpdate:
                 )
             )
             keys, num_kept, token_ids = self._with_stale(flight, result, is_current, kept, ends)
-        # Blocks become free in the order of the plan.
-        ends.sort(key=lambda entry: entry[0])
-        finished = tuple(self._state.finish(request, *end) for _, request, end in ends)
-        if finished:
+        finished: tuple[FinishedRequest, ...] = ()
+        if ends:
+            # Blocks become free in the order of the plan.
+            ends.sort(key=lambda entry: entry[0])
+            finished = tuple(self._state.finish(request, *end) for _, request, end in ends)
             table.keep_running(table.admission_id[table.running_rows] != NO_ADMISSION)
         if len(result.num_draft_tokens):
             self.take_drafts(
