@@ -57,6 +57,9 @@ def more_prompt_logprobs(result: Result) -> None:
 SPOILS = {
     "another step": lambda result: setattr(result, "step_id", result.step_id + 1),
     "a negative count": changed_column("num_sampled_tokens", lambda c: [-1, *c[1:]]),
+    "a negative count beside one too large": changed_column(
+        "num_sampled_tokens", lambda c: [c[0] + c[1] + 1, -1, *c[2:]]
+    ),
     "a count too few": changed_column("num_sampled_tokens", lambda c: c[1:]),
     "a count too many": changed_column("num_sampled_tokens", lambda c: [*c, 0]),
     "counts of odd bytes": set_bytes("num_sampled_tokens", b"abc"),
