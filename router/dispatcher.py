@@ -114,6 +114,11 @@ class Dispatcher:
             self.queue.remove(completion.key)
         self._forget(completion)
 
+    def disown(self, completion: ClientCompletion) -> None:
+        """The store says that a completion is another router's: its scheduler lets it go."""
+        if completion in self._flights:
+            completion.flight[0].release(completion.handle)
+
     def withdraw(self, completion: ClientCompletion, finish: CompletionFinish) -> None:
         """End a completion for the router's own reason, wherever it is."""
         if completion in self._flights:

@@ -344,3 +344,7 @@ class SchedulerLink(Protocol):
     def set_paused(self, handle: int, *, is_paused: bool) -> None:
         """Pause the completion that was sent under the handle, or let it continue."""
         ...
+
+    def release(self, handle: int) -> None:
+        """Say that the completion that was sent under the handle goes on elsewhere."""
+        ...

@@ -14,6 +14,7 @@ from typing import TypeVar
 
 from headrace.lazy_heap import LazyHeap
 from headrace.service.errors import ServiceError, aborted
+from headrace.status.records import Superseded, parse_name
 from headrace.vocabulary import FinishReason
 from router import outcomes
 from router.calls import Calls, Reservation
@@ -66,6 +67,7 @@ class Router:
         self._orphan_ttl_s = rules.orphan_ttl_s
         self._dispatcher = dispatcher
         self._status = status
+        status.watch(self.on_superseded)
         self._clock = clock
         self._wall_clock = wall_clock
 
@@ -271,6 +273,26 @@ class Router:
     def on_moved(self, request: ClientRequest, error: ServiceError) -> None:
         """Another router has taken the request over; the error says so to the caller."""
         self._release(self._reservation_of(request), error)
+
+    def on_superseded(self, superseded: Sequence[Superseded]) -> None:
+        """The store says of completions that another owner has taken them up, or ended them."""
+        for refused in superseded:
+            request_id, index = parse_name(refused.name)
+            reservation = self.calls.get(request_id)
+            if reservation is None or (request := reservation.request) is None:
+                continue
+            completion = request.completions[index]
+            if completion.epoch != refused.epoch or completion.finish is not None:
+                continue
+            if refused.is_aborted:
+                self.live.end_all(request, CompletionFinish(FinishReason.ABORTED))
+                continue
+            for one in request.completions:
+                self._dispatcher.disown(one)
+            # A caller that resumes what has ended learns how.
+            has_ended = refused.state.is_final
+            error = (outcomes.contested if has_ended else outcomes.resumed_elsewhere)(request_id)
+            self._release(reservation, error)
 
     @contextlib.contextmanager
     def _answering(self, reservation: Reservation, held: T) -> Iterator[T]:

@@ -8,7 +8,7 @@ from collections.abc import Callable
 from dataclasses import dataclass
 from typing import assert_never
 
-from headrace.status.records import Update
+from headrace.status.records import OnSuperseded, Update
 from headrace.status.states import State
 from headrace.status.store import StatusStore
 from headrace.vocabulary import FinishReason
@@ -56,6 +56,10 @@ class StatusLog:
         self._encode = encode
         self._wall_clock = wall_clock
         self._asked_by_handle: dict[int, _End] = {}
+
+    def watch(self, on_superseded: OnSuperseded) -> None:
+        """Tell of completions that another owner has taken up or ended."""
+        self._store.watch(on_superseded)
 
     @property
     def is_configured(self) -> bool:

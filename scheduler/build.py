@@ -89,9 +89,8 @@ def build_pool(
 def keep_journal(store: StatusStore, switchboard: Switchboard, orphans: Orphans) -> None:
     """Let the store's writer keep the tokens of all requests, if there is a store."""
     if store.is_configured:
-        on_stale = partial(takeover.set_aside, switchboard, orphans)
-        journal = TokenJournal(switchboard.requests, on_stale)
-        switchboard.log.journal = store.source = journal
+        switchboard.log.journal = store.source = TokenJournal(switchboard.requests)
+        store.watch(partial(takeover.on_superseded, switchboard, orphans))
 
 
 def _narrowed(limit: int, setting: int) -> int:

@@ -75,6 +75,11 @@ class RouterConnection:
         if (request := self._switchboard.find(self._number, handle)) is not None:
             request.owner.set_paused(request, is_paused=is_paused)
 
+    def release(self, handle: int) -> None:
+        """Let go of a request that the router has learnt is another's."""
+        if (request := self._switchboard.find(self._number, handle)) is not None:
+            takeover.set_aside(self._switchboard, self._orphans, request)
+
     async def take(self) -> RouterUpdate:
         """The next update for the router; see RouterOutbox.take."""
         return await self._outbox.take()

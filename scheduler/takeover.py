@@ -4,8 +4,11 @@ A router that resumes a request submits it again, with the tokens that it has an
 Where the request still lives, it goes on with its KV and only changes its router.
 """
 
+from collections.abc import Sequence
+
 import numpy as np
 
+from headrace.status.records import Superseded
 from headrace.vocabulary import RefusalReason
 from scheduler.core.plan import Int32Array, RequestStatus
 from scheduler.orphans import Orphans
@@ -61,10 +64,10 @@ def take_over(
 
 
 def set_aside(switchboard: Switchboard, orphans: Orphans, request: LiveRequest) -> None:
-    """Record nothing more of a request that the store says was taken up under a greater epoch.
+    """Record nothing more of a request that another owner has taken up or ended.
 
-    The router that took it up may be about to submit the request here: it ends only when none has
-    done so for a while.
+    A router that took it up may be about to submit it here: it ends only when none has done so for
+    a while.
     """
     if request.connection != NO_ROUTER:
         switchboard.detach(request)
@@ -72,8 +75,23 @@ def set_aside(switchboard: Switchboard, orphans: Orphans, request: LiveRequest) 
     orphans.add([request], ttl_s=_SET_ASIDE_TTL_S)
 
 
+def on_superseded(
+    switchboard: Switchboard, orphans: Orphans, superseded: Sequence[Superseded]
+) -> None:
+    """Let go of requests whose records were refused. What was aborted ends for its router too."""
+    for refused in superseded:
+        request = switchboard.requests.find(refused.name)
+        # A router may have taken the request over since the refused piece was taken.
+        if request is None or request.submission.epoch != refused.epoch:
+            continue
+        if refused.is_aborted:
+            _supersede(switchboard, request)
+        else:
+            set_aside(switchboard, orphans, request)
+
+
 def _supersede(switchboard: Switchboard, request: LiveRequest) -> None:
-    """End a request that is computed again: no router and no record hears of this end."""
+    """End a request of which no record is to hear: it is computed again, or it was aborted."""
     _stop_recording(switchboard, request)
     switchboard.requests.release_id(request)
     request.owner.cancel(request, RequestStatus.ABORTED)

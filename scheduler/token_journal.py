@@ -7,7 +7,7 @@ that ends are copied, at its end.
 
 import logging
 from collections import OrderedDict
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass, field
 from typing import Protocol, cast
 
@@ -58,10 +58,8 @@ class _Ended:
 class TokenJournal:
     """A JournalSource over the live requests and those that ended lately."""
 
-    def __init__(self, requests: LiveRequestTable, on_stale: Callable[[LiveRequest], None]) -> None:
-        """on_stale is called with a request that the store says goes on under a greater epoch."""
+    def __init__(self, requests: LiveRequestTable) -> None:
         self._requests = requests
-        self._on_stale = on_stale
         self._logprobs: dict[int, _Logprobs] = {}
         self._num_logprobs = 0
         self._ended: OrderedDict[int, _Ended] = OrderedDict()
@@ -129,14 +127,6 @@ class TokenJournal:
         if kept is None or kept.update.epoch != epoch or position >= len(kept.token_ids):
             return None
         return _last_piece(kept.update, position, kept.token_ids[position:])
-
-    def stale(self, refused: Sequence[tuple[str, int]]) -> None:
-        """See JournalSource."""
-        for request_id, epoch in refused:
-            request = self._requests.find(request_id)
-            # A router may have taken the request over since the refused piece was taken.
-            if request is not None and request.submission.epoch == epoch:
-                self._on_stale(request)
 
     def _new_pieces(self, max_num: int) -> list[Tokens]:
         requests, self._next_slot = self._requests.to_journal(self._next_slot, max_num)

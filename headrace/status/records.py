@@ -1,7 +1,7 @@
 """What the store is told of a request, what the store answers, and what the store holds."""
 
 import re
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 from enum import StrEnum
 from functools import lru_cache
@@ -32,7 +32,7 @@ class Verdict(StrEnum):
     REPEATED = "REPEATED"
     # Another writer's transition must be applied first.
     EARLY = "EARLY"
-    # The request belongs to another owner: it was taken up again, or its id was used again.
+    # The request was taken up again or ended by another owner, or its id was used again.
     STALE = "STALE"
     # The transition is not in the table.
     ILLEGAL = "ILLEGAL"
@@ -47,7 +47,7 @@ class WriteOutcome:
     """A verdict, and the record's state and epoch before; None and 0 when there was no record.
 
     num_tokens is how many tokens the journal has; only set for GAP. is_superseded: STALE because
-    the request was taken up again, not because its id was used again.
+    the request was taken up again or ended, not because its id was used again.
     """
 
     verdict: Verdict
@@ -59,6 +59,20 @@ class WriteOutcome:
     @property
     def is_written(self) -> bool:
         return self.verdict in {Verdict.APPLIED, Verdict.REPEATED}
+
+
+@dataclass(frozen=True, slots=True)
+class Superseded:
+    """What was recorded under `epoch` is refused, because another owner has taken the completion up
+    or ended it; `state` is what the store has."""
+
+    name: str
+    epoch: int
+    state: State
+
+    @property
+    def is_aborted(self) -> bool:
+        return self.state is State.ABORTED
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -189,6 +203,7 @@ class JournalSource(Protocol):
 
     def again(self, request_id: str, epoch: int, position: int) -> Tokens | None:
         """All tokens of a completion from `position` on, if they are still known here."""
+        ...
 
-    def stale(self, refused: Sequence[tuple[str, int]]) -> None:
-        """Completions, by name and epoch, that another router has taken up or aborted."""
+
+OnSuperseded = Callable[[Sequence[Superseded]], None]

@@ -89,7 +89,8 @@ local function judge(rule, target, new_epoch, new_born, record, name, run)
   end
   if new_epoch < record.epoch or is_lost(record, new_epoch, name, run) then return 'STALE' end
   if new_epoch > record.epoch then
-    return rule.retakes[state] and 'APPLIED' or LIVE[state] and 'EARLY' or 'ILLEGAL'
+    -- What has ended is not taken up again.
+    return rule.retakes[state] and 'APPLIED' or LIVE[state] and 'EARLY' or 'STALE'
   end
   if state == target then return 'REPEATED' end
   return rule.sources[state] and 'APPLIED' or rule.ahead[state] and 'EARLY' or 'ILLEGAL'
@@ -144,7 +145,7 @@ local function judge_tokens(record, epoch, born, name, run)
     return born < record.born and 'OLDER' or 'EARLY'
   end
   if epoch < record.epoch or is_lost(record, epoch, name, run) then return 'STALE' end
-  return epoch > record.epoch and 'EARLY' or nil
+  if epoch > record.epoch then return LIVE[record.state] and 'EARLY' or 'STALE' end
 end
 local function append(base, item)
   local k, _, epoch, born, name, run, position, at, num_logprobs, num_prompt_logprobs = unpack(item)

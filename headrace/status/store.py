@@ -19,6 +19,7 @@ from headrace.status.keys import Keys
 from headrace.status.live import LiveIndex
 from headrace.status.records import (
     JournalSource,
+    OnSuperseded,
     Record,
     Stored,
     Update,
@@ -119,6 +120,14 @@ class StatusStore:
     def source(self, source: JournalSource | None) -> None:
         if self._backend is not None:
             self._behind.source = source
+
+    def watch(self, on_superseded: OnSuperseded) -> None:
+        """Tells of completions of this writer that another owner has taken up or ended.
+
+        What this writer has recorded of such a completion was refused.
+        """
+        if self._backend is not None:
+            self._behind.on_superseded = on_superseded
 
     def record(self, update: Update) -> None:
         """Queues an update and returns at once; `run` writes the updates in order per completion.

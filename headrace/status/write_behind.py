@@ -16,7 +16,15 @@ from typing import Any
 
 from headrace.status.chains import Chain, ChainQueue, Item, num_bytes_of
 from headrace.status.pacing import Pace, metered
-from headrace.status.records import JournalSource, Tokens, Update, Verdict, WriteOutcome
+from headrace.status.records import (
+    JournalSource,
+    OnSuperseded,
+    Superseded,
+    Tokens,
+    Update,
+    Verdict,
+    WriteOutcome,
+)
 
 logger = logging.getLogger(__name__)
 
@@ -94,6 +102,7 @@ class WriteBehind:
         self._num_flushing = 0
         self._is_broken = False
         self.source: JournalSource | None = None
+        self.on_superseded: OnSuperseded | None = None
         self.is_healthy = False
         self._was_away = False
         self.num_refused = 0
@@ -210,7 +219,7 @@ class WriteBehind:
         if not outcomes:
             return {}
         rest: dict[str, Chain] = {}
-        stale: list[tuple[str, int]] = []
+        superseded: list[Superseded] = []
         begin = 0
         for name, chain in taken.items():
             count = len(chain.items)
@@ -218,11 +227,15 @@ class WriteBehind:
             begin += count
             if not mine:
                 continue
-            stale += {(name, chain.items[i].epoch) for i, o in mine.items() if o.is_superseded}
+            superseded += {
+                Superseded(name, chain.items[i].epoch, o.state)
+                for i, o in mine.items()
+                if o.is_superseded and o.state is not None
+            }
             if (left := self._left_of(chain, mine)) is not None:
                 rest[name] = left
-        if stale and self.source is not None:
-            self.source.stale(stale)
+        if superseded and self.on_superseded is not None:
+            self.on_superseded(superseded)
         return rest
 
     def _left_of(self, chain: Chain, outcomes: Mapping[int, WriteOutcome]) -> Chain | None:

@@ -99,6 +99,7 @@ class RouterMessage(_message.Message):
     SUBMISSIONS_FIELD_NUMBER: _builtins.int
     CANCELLATIONS_FIELD_NUMBER: _builtins.int
     PAUSES_FIELD_NUMBER: _builtins.int
+    RELEASED_FIELD_NUMBER: _builtins.int
     @_builtins.property
     def hello(self) -> Global___Hello:
         """First message of the stream, and only there."""
@@ -115,6 +116,12 @@ class RouterMessage(_message.Message):
     def pauses(self) -> _containers.RepeatedCompositeFieldContainer[Global___Pause]:
         """Requests to pause or continue; of several entries for one handle the last counts."""
 
+    @_builtins.property
+    def released(self) -> _containers.RepeatedScalarFieldContainer[_builtins.int]:
+        """Handles of requests that the status store says another router has, or has ended: nothing of
+        them is recorded, and they end soon unless a submission takes them over.
+        """
+
     def __init__(
         self,
         *,
@@ -122,10 +129,11 @@ class RouterMessage(_message.Message):
         submissions: _abc.Iterable[Global___Submission] | None = ...,
         cancellations: _abc.Iterable[Global___Cancellation] | None = ...,
         pauses: _abc.Iterable[Global___Pause] | None = ...,
+        released: _abc.Iterable[_builtins.int] | None = ...,
     ) -> None: ...
     _HasFieldArgType: _TypeAlias = _typing.Literal["hello", b"hello"]  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["cancellations", b"cancellations", "hello", b"hello", "pauses", b"pauses", "submissions", b"submissions"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["cancellations", b"cancellations", "hello", b"hello", "pauses", b"pauses", "released", b"released", "submissions", b"submissions"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     def WhichOneof(self, oneof_group: _Never) -> None: ...
 

@@ -53,6 +53,10 @@ class SchedulerOutbox:
         """Add the pause of a submitted request, or its end."""
         self._last().message.pauses.append(pause)
 
+    def release(self, handle: int) -> None:
+        """Add that a submitted request goes on elsewhere."""
+        self._last().message.released.append(handle)
+
     def take(self) -> scheduler_pb2.RouterMessage:
         """Remove and return the next message; there must be one."""
         return self._drafts.popleft().message

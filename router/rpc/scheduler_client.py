@@ -78,6 +78,11 @@ class SchedulerClient:
         self._outbox.pause(scheduler_wire.to_pause(handle, is_paused=is_paused))
         self._has_mail.set()
 
+    def release(self, handle: int) -> None:
+        """Say that the completion that was sent under the handle goes on elsewhere."""
+        self._outbox.release(handle)
+        self._has_mail.set()
+
     async def explain(self, request_id: str) -> inference_pb2.ExplainResponse:
         """The scheduler's account of a request; raises the scheduler's ServiceError."""
         request = inference_pb2.ExplainRequest(request_id=request_id)

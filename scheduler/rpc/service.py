@@ -176,6 +176,8 @@ def _read(connection: RouterConnection, message: scheduler_pb2.RouterMessage) ->
             )
     for pause in message.pauses:
         connection.set_paused(pause.handle, is_paused=pause.paused)
+    for handle in message.released:
+        connection.release(handle)
     for cancellation in message.cancellations:
         status = wire.status_of_cancellation(cancellation)
         connection.cancel(cancellation.handle, status, cancellation.detail)

@@ -19,7 +19,7 @@ class Trap:
         self._proxy = proxy
         self._marker = marker
         self._holds_answers = holds_answers
-        self._ends: set[_End] = set()
+        self._ends: list[_End] = []
         proxy.traps.append(self)
 
     def __str__(self) -> str:
@@ -36,7 +36,7 @@ class Trap:
             return None
         held = near.other if self._holds_answers else near
         if held is not None:
-            self._ends.add(held)
+            self._ends.append(held)
             self.sprung.set()
         return held
 

@@ -50,6 +50,9 @@ class Link:
         self.sent.pop(handle, None)
         self.paused.discard(handle)
 
+    def release(self, handle):
+        self.drop(handle)
+
     def set_paused(self, handle, *, is_paused):
         assert handle in self.sent
         (self.paused.add if is_paused else self.paused.remove)(handle)

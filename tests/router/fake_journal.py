@@ -23,7 +23,6 @@ class FakeJournal:
         self.name = name
         self.incarnation = incarnation
         self.is_held = False
-        self.refused = []
         self._items = []
         self._whole = {}  # by completion and epoch, every token known here
         self._running = set()
@@ -101,6 +100,3 @@ class FakeJournal:
             token_ids=whole.token_ids[4 * position :],
             logprobs=logprobs if num_logprobs else (),
         )
-
-    def stale(self, refused):
-        self.refused.extend(refused)

@@ -12,7 +12,7 @@ from headrace.service.errors import ServiceError, unavailable
 from headrace.status.records import Update
 from headrace.status.states import State, Writer
 from headrace.status.store import StatusStore
-from headrace.v1 import inference_pb2, record_pb2
+from headrace.v1 import common_pb2, inference_pb2, record_pb2
 from router.__main__ import drain
 from router.rpc import stored_spec
 from tests.router.cluster import running_cluster
@@ -189,6 +189,30 @@ async def test_a_claim_that_the_store_does_not_answer_loses_nothing(monkeypatch,
         assert (await yard.until_ended("lost")).state is State.LENGTH_CAPPED
         await cluster.b.recovery.sweep()
         assert not cluster.b.recovery._take_ups.in_doubt
+
+
+@pytest.mark.parametrize("state", [State.ABORTED, State.ERROR, State.QUEUED])
+async def test_a_router_learns_from_the_store_that_its_request_is_no_longer_its_own(state):
+    async with running_cluster(script=script) as cluster:
+        for scheduler in cluster.schedulers:
+            scheduler.limit = 3
+        call = cluster.a.generate(request_id="r", sampling={"max_tokens": 12})
+        await call.read()
+        await cluster.flush()
+        stored = await cluster.b.store.load("r")
+        other = {"router_id": "router-b", "router_incarnation": "dead"}
+        assert await cluster.b.store.claim(stored, state, **other)
+        # So that the router sends the request again.
+        for scheduler in cluster.schedulers:
+            scheduler.break_connections()
+        if state is State.ABORTED:
+            *_, last = await cluster.a.rest(call)
+            assert last.outputs[0].finish_reason == common_pb2.FINISH_REASON_ABORTED
+        else:
+            reasons = {State.ERROR: "CONTESTED", State.QUEUED: "RESUMED_ELSEWHERE"}
+            assert (await error_of(call)).reason == reasons[state]
+        await cluster.a.until(lambda: cluster.a.is_empty)
+        assert (await cluster.b.store.load("r")).completions[0].record.state is state
 
 
 async def test_a_repeated_call_gets_an_answer_of_which_the_store_lost_tokens():

@@ -4,7 +4,8 @@ from collections.abc import Iterable
 
 import numpy as np
 
-from headrace.status.records import JournalSource, Tokens, Update
+from headrace.status.records import JournalSource, OnSuperseded, Superseded, Tokens, Update
+from headrace.status.states import State
 
 
 class FakeStore:
@@ -14,6 +15,7 @@ class FakeStore:
 
     def __init__(self) -> None:
         self.source: JournalSource | None = None
+        self.claimed_as = State.QUEUED
         self.updates: list[Update] = []
         self.epochs: dict[str, int] = {}
         self.token_ids: dict[str, list[int]] = {}
@@ -25,8 +27,9 @@ class FakeStore:
     def record(self, update: Update) -> None:
         self.updates.append(update)
 
-    def claim(self, request_id: str) -> int:
-        """Raise the epoch, as a router does before it takes a request up."""
+    def claim(self, request_id: str, state: State = State.QUEUED) -> int:
+        """Raise the epoch, as a router does before it takes a request up or aborts it."""
+        self.claimed_as = state
         self.epochs[request_id] = self.epochs.get(request_id, 1) + 1
         return self.epochs[request_id]
 
@@ -38,19 +41,22 @@ class FakeStore:
     def write(self) -> int:
         """Take what is new; how many items that was."""
         items = self.source.take()
-        stale = [refused for item in items if (refused := self._apply(item)) is not None]
-        if stale:
-            self.source.stale(stale)
+        superseded = [refused for item in items if (refused := self._apply(item)) is not None]
+        if superseded:
+            self.on_superseded(superseded)
         return len(items)
+
+    def watch(self, on_superseded: OnSuperseded) -> None:
+        self.on_superseded = on_superseded
 
     def write_all(self) -> None:
         while self.write():
             pass
 
-    def _apply(self, item: Tokens | Update) -> tuple[str, int] | None:
+    def _apply(self, item: Tokens | Update) -> Superseded | None:
         name = item.request_id
         if item.epoch < self.epochs.get(name, 0):
-            return name, item.epoch
+            return Superseded(name, item.epoch, self.claimed_as)
         self.epochs[name] = item.epoch
         final = self.finals.pop(name, None)
         assert final is None or final.epoch < item.epoch, "written after the end"

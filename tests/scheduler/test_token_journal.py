@@ -4,6 +4,8 @@ import numpy as np
 import pytest
 
 from headrace.service.columns import pack_int32
+from headrace.status.records import Superseded
+from headrace.status.states import State
 from headrace.v1 import common_pb2
 from scheduler.config import SchedulerSettings
 from scheduler.core.plan import RequestStatus
@@ -171,6 +173,39 @@ async def test_a_request_taken_up_elsewhere_leaves_its_router_and_no_record(work
     assert not store.finals
 
 
+async def test_a_request_that_its_router_lets_go_leaves_no_record(worker):
+    store = FakeStore()
+    async with running_scheduler([worker], store=store) as scheduler:
+        await scheduler.ready()
+        async with router_to(scheduler) as router:
+            handle = await router.submit(PROMPT, 200)
+            await router.has_tokens(handle, 3)
+            await router.send(released=[handle])
+            await router.wait_for(lambda: router.received[handle].has_moved)
+            (request,) = scheduler.switchboard.requests
+            assert request.is_superseded
+            request.owner.cancel(request, RequestStatus.ABORTED)
+            await until(lambda: not len(scheduler.switchboard.requests))
+            store.write_all()
+    assert not store.finals
+
+
+async def test_a_request_that_the_store_has_as_aborted_ends_for_its_router(worker):
+    store = FakeStore()
+    async with running_scheduler([worker], store=store) as scheduler:
+        await scheduler.ready()
+        async with router_to(scheduler) as router:
+            handle = await router.submit(PROMPT, 200)
+            await router.has_tokens(handle, 3)
+            store.claim("r0-0", State.ABORTED)
+            store.write_all()
+            await router.finished(handle)
+            finished = router.received[handle].finished
+            assert finished.reason == common_pb2.FINISH_REASON_ABORTED
+            assert store.write() == 0
+    assert not store.finals
+
+
 async def test_a_request_set_aside_goes_on_for_the_router_that_has_claimed_it(worker):
     store = FakeStore()
     async with running_scheduler([worker], store=store) as scheduler:
@@ -206,7 +241,8 @@ async def test_a_refusal_of_an_earlier_epoch_concerns_no_request_that_was_taken_
             await router.has_tokens(first, 3)
             again = await router.submit(PROMPT, 100, request_id="x", epoch=2)
             await router.has_tokens(again, 3)
-            store.source.stale([("x", 1), ("unknown", 7)])
+            queued = State.QUEUED
+            store.on_superseded([Superseded("x", 1, queued), Superseded("unknown", 7, queued)])
             assert await router.finished(again) == [expected_tokens(PROMPT, 100)]
             store.write_all()
     assert store.token_ids["x"] == expected_tokens(PROMPT, 100)

@@ -35,5 +35,5 @@ class ListSource:
             return None
         return piece(position, *tokens[position:], name=request_id, epoch=epoch)
 
-    def stale(self, refused):
-        self.refused += refused
+    def superseded(self, refused):
+        self.refused += [(one.name, one.epoch, one.state) for one in refused]

@@ -24,6 +24,7 @@ async def router(embedded):
 async def scheduler(embedded):
     async with StatusStore(embedded.url, Writer.SCHEDULER) as store:
         store.source = ListSource()
+        store.watch(store.source.superseded)
         running = asyncio.create_task(store.run())
         yield store
         running.cancel()
@@ -184,10 +185,14 @@ async def test_a_claim_fails_when_the_request_has_ended_meanwhile(router, schedu
 async def test_an_abort_wins_against_all_that_is_written_late(router, scheduler):
     await dispatched(router)
     await claimed(router, State.ABORTED)
-    await append(
-        scheduler, update(State.RUNNING), piece(0, 1), update(State.STOPPED), piece(0, 1, epoch=1)
-    )
-    assert set(scheduler.source.refused) == {("r1", 1)}
+    late = [update(State.RUNNING), piece(0, 1), update(State.STOPPED), piece(0, 1, epoch=1)]
+    await append(scheduler, *late)
+    assert set(scheduler.source.refused) == {("r1", 1, State.ABORTED)}
+    # Its router has sent it again, without having heard of the abort.
+    await append(scheduler, update(State.RUNNING, epoch=3))
+    await append(scheduler, piece(0, 1, epoch=4))
+    assert set(scheduler.source.refused) == {("r1", e, State.ABORTED) for e in (1, 3, 4)}
+    assert (await router.apply(update(State.QUEUED, epoch=3, **A))).is_superseded
     assert (await router.apply(update(State.DISPATCHED, epoch=1, **A))).is_superseded
     found = await stored(router)
     assert found.completions[0].record.state is State.ABORTED

@@ -68,7 +68,7 @@ async def test_a_final_state_is_not_left(router, scheduler):
     assert (outcome.verdict, outcome.state) == (Verdict.ILLEGAL, State.STOPPED)
     assert await verdict(scheduler, State.ABORTED) is Verdict.ILLEGAL
     assert await verdict(router, State.QUEUED) is Verdict.ILLEGAL
-    assert await verdict(router, State.DISPATCHED, epoch=2) is Verdict.ILLEGAL
+    assert await verdict(router, State.DISPATCHED, epoch=2) is Verdict.STALE
 
 
 FIRST, AGAIN = {"create_time_unix_s": NOW}, {"create_time_unix_s": NOW + 1}
