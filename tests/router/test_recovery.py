@@ -316,4 +316,4 @@ async def test_an_end_that_a_lost_scheduler_did_not_record_is_recorded(ending):
                 "stop string": {State.STOPPED},
             }[ending]
         )
-        assert not cluster.a.router._status._asked_by_handle
+        await cluster.a.until(lambda: not cluster.a.router._status._asked_by_handle)
