@@ -9,10 +9,11 @@ from headrace.connections import CANCELLED, UNREACHABLE, UnreachableError
 from headrace.service.errors import ServiceError
 from headrace.types import Delta
 
-# The connection or the router is gone; the request may go on.
-_LOST = frozenset({UNREACHABLE, CANCELLED, "DRAINING"})
+# The connection or the router is gone, or the router does not have the request any more; the
+# request may go on.
+_LOST = frozenset({UNREACHABLE, CANCELLED, "DRAINING", "CONTESTED"})
 # What a router says that has just started, or that misses its store or scheduler for a moment.
-_NOT_YET = frozenset({"STORE_UNAVAILABLE", "NO_READY_WORKER", "NOT_ADMITTED_YET", "CONTESTED"})
+_NOT_YET = frozenset({"STORE_UNAVAILABLE", "NO_READY_WORKER", "NOT_ADMITTED_YET"})
 # The store may not know the last of a request yet, or another router may know more.
 _UNKNOWN = frozenset({"UNKNOWN_REQUEST", "TOKENS_LOST"})
 _UNKNOWN_FOR_S = 3.0

@@ -6,6 +6,7 @@ state. What becomes of admitted requests is in `live`; text is made elsewhere (s
 
 import asyncio
 import contextlib
+import logging
 import time
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import AbstractContextManager
@@ -31,6 +32,8 @@ from router.status_log import StatusLog
 from router.text.tokenizer import TextTokenizer
 
 T = TypeVar("T")
+
+logger = logging.getLogger(__name__)
 
 _ENDED_WELL = frozenset({FinishReason.STOP, FinishReason.LENGTH, FinishReason.REPETITION})
 
@@ -284,15 +287,14 @@ class Router:
             completion = request.completions[index]
             if completion.epoch != refused.epoch or completion.finish is not None:
                 continue
+            logger.info("%s: the store has it as %s of another owner", refused.name, refused.state)
             if refused.is_aborted:
                 self.live.end_all(request, CompletionFinish(FinishReason.ABORTED))
                 continue
             for one in request.completions:
                 self._dispatcher.disown(one)
-            # A caller that resumes what has ended learns how.
-            has_ended = refused.state.is_final
-            error = (outcomes.contested if has_ended else outcomes.resumed_elsewhere)(request_id)
-            self._release(reservation, error)
+            # The other router may have nobody who reads: the caller comes back for the rest.
+            self._release(reservation, outcomes.contested(request_id))
 
     @contextlib.contextmanager
     def _answering(self, reservation: Reservation, held: T) -> Iterator[T]:

@@ -25,7 +25,7 @@ from router.text.tokenizer import ModelText, TextTokenizer
 _MAX_TRIES = 8
 _MAX_IN_DOUBT = 10_000
 # A new call waits this long for the store to say whether it repeats an earlier call.
-_REPEATED_TIMEOUT_S = 0.5
+_REPEATED_TIMEOUT_S = 2.0
 # The store learns the end of a request that ended here soon after the caller.
 _END_TIMEOUT_S, _END_POLL_S = 2.0, 0.02
 

@@ -116,6 +116,8 @@ class RequestLog:
             f"taken up by router {router_id} under epoch {submission.epoch},"
             f" with {len(submission.generated_token_ids)} tokens",
         )
+        # What has generated tokens has run, and what was computed there is computed again here.
+        request.is_recovering = len(submission.generated_token_ids) > 0
 
     def taken_over(self, request: LiveRequest, router_id: str) -> None:
         """Another router has the request, which goes on, under a greater epoch."""

@@ -4,6 +4,7 @@ A router that resumes a request submits it again, with the tokens that it has an
 Where the request still lives, it goes on with its KV and only changes its router.
 """
 
+import logging
 from collections.abc import Sequence
 
 import numpy as np
@@ -15,6 +16,8 @@ from scheduler.orphans import Orphans
 from scheduler.requests import NO_ROUTER, LiveRequest, Submission
 from scheduler.switchboard import Switchboard
 from scheduler.updates import EMPTY_UINT32, NewAdmission, NotTaken, RouterUpdate
+
+logger = logging.getLogger(__name__)
 
 _SET_ASIDE_TTL_S = 5.0
 
@@ -84,6 +87,7 @@ def on_superseded(
         # A router may have taken the request over since the refused piece was taken.
         if request is None or request.submission.epoch != refused.epoch:
             continue
+        logger.info("%s: the store has it as %s of another owner", refused.name, refused.state)
         if refused.is_aborted:
             _supersede(switchboard, request)
         else:
@@ -132,8 +136,10 @@ def _is_repeated(one: Submission, other: Submission) -> bool:
 
 
 def _place(submission: Submission) -> tuple[object, ...]:
-    """What decides a request's place among others."""
-    return submission.arrival_time, submission.deadline, submission.priority
+    """What decides a request's place among others, without the priority: that ages with each
+    submission, and the request goes on with the priority that it has.
+    """
+    return submission.arrival_time, submission.deadline
 
 
 def _terms(submission: Submission) -> tuple[object, ...]:

@@ -86,7 +86,8 @@ def explain(request_id: str, as_json: bool, **arguments: Any) -> None:
         print_json(explanation)
         return
     for event in explanation.events:
-        steps = f"{event.first_step}"
+        # A router's deed belongs to no step.
+        steps = "-" if event.kind == "RESUMED" else f"{event.first_step}"
         if event.last_step != event.first_step:
             steps += f"-{event.last_step}"
         place = "" if event.queue_position is None else f"  place {event.queue_position + 1}"

@@ -127,7 +127,8 @@ class Tokens:
 class Record:
     """A completion's record. Times are Unix seconds; unknown texts are "".
 
-    num_recoveries counts how often a router took the request up on its own.
+    num_recoveries counts how often a router took the request up on its own. journal_tokens is how
+    many tokens the journal has, where the whole request was read.
     """
 
     request_id: str
@@ -150,6 +151,7 @@ class Record:
     worker_id: str = ""
     worker_incarnation: str = ""
     num_recoveries: int = 0
+    journal_tokens: int = 0
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

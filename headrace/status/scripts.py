@@ -228,7 +228,13 @@ local base, is_whole = base_of(KEYS[1]), ARGV[1] == '1'
 local first = redis.call('HGET', key_of(base, 'status', 0), 'num_completions')
 local found = {}
 for k = 0, tonumber(first or '1') - 1 do
-  found[k + 1] = {redis.call('HGETALL', key_of(base, 'status', k))}
+  local record = redis.call('HGETALL', key_of(base, 'status', k))
+  if #record > 0 then
+    local num_bytes = redis.call('STRLEN', key_of(base, 'tokens', k))
+    record[#record + 1] = 'journal_tokens'
+    record[#record + 1] = string.format('%d', num_bytes / 4)
+  end
+  found[k + 1] = {record}
   if is_whole then
     found[k + 1][2] = redis.call('GET', key_of(base, 'tokens', k)) or ''
     found[k + 1][3] = redis.call('LRANGE', key_of(base, 'logprobs', k), 0, -1)

@@ -203,7 +203,7 @@ _PARSERS: dict[str, Any] = {
     **dict.fromkeys(
         (
             *("epoch", "num_completions", "prompt_tokens", "cached_tokens", "completion_tokens"),
-            *("stop_token_id", "num_recoveries"),
+            *("stop_token_id", "num_recoveries", "journal_tokens"),
         ),
         int,
     ),

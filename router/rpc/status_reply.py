@@ -34,7 +34,8 @@ def _response(request_id: str, records: Sequence[Record]) -> inference_pb2.GetSt
         create_time=_timestamp(records[0].create_time_unix_s),
         update_time=_timestamp(max(record.update_time_unix_s for record in records)),
         prompt_tokens=shown.prompt_tokens,
-        completion_tokens=sum(record.completion_tokens for record in records),
+        # A record has them at the end, and when the request is queued again; the journal has more.
+        completion_tokens=sum(max(r.completion_tokens, r.journal_tokens) for r in records),
         detail=shown.detail,
         router_id=shown.router_id,
         scheduler_id=shown.scheduler_id,

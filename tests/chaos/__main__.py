@@ -1,6 +1,7 @@
 """`make chaos ARGS="--seed N --minutes M"`: kills parts of a cluster, and checks the clients."""
 
 import asyncio
+import logging
 import secrets
 import signal
 import sys
@@ -61,6 +62,9 @@ def main(
     with tempfile.TemporaryDirectory(prefix="chaos-") as scratch:
         where = folder or Path(scratch)
         where.mkdir(parents=True, exist_ok=True)
+        logging.basicConfig(
+            filename=where / "chaos.log", level=logging.INFO, format="%(asctime)s %(message)s"
+        )
         asyncio.run(_run(plan, where, tally))
     print(report(plan, tally, time.monotonic() - began_s))
     sys.exit(bool(tally.violations))

@@ -1,6 +1,7 @@
 """The seeded killer: kills, stops, replaces and cuts off, and brings everything back."""
 
 import asyncio
+import contextlib
 import signal
 from collections.abc import Awaitable, Callable, Sequence
 from random import Random
@@ -118,6 +119,9 @@ class Killer:
 
     async def _power_cut(self) -> None:
         """Everything dies at once, the store too."""
+        if "store" in self._busy:
+            return
+        self._busy.add("store")
         services = self._pick(len(self._cluster.services))
         nodes = self._cluster.store.nodes
         for service in services:
@@ -125,8 +129,10 @@ class Killer:
         self._tally.kills["power cuts"] += 1
         for _ in nodes:
             self._tally.disturbed("SIGKILL store")
-        await asyncio.gather(*(dying.kill() for dying in (*services, *nodes)))
-        await asyncio.gather(*(node.start() for node in nodes))
+        with self._tally.store_away():
+            await asyncio.gather(*(dying.kill() for dying in (*services, *nodes)))
+            await asyncio.gather(*(node.start() for node in nodes))
+        self._busy.discard("store")
         await asyncio.gather(*(self._restart(service) for service in services))
 
     async def _kill_store(self) -> None:
@@ -136,9 +142,10 @@ class Killer:
         node = self._rng.choice(self._cluster.store.nodes)
         delay_s = self._rng.choice((0.0, 0.5, 2.0, 4.0))
         self._tally.disturbed("SIGKILL store")
-        await node.kill()
-        await asyncio.sleep(delay_s)
-        await node.start()
+        with self._tally.store_away():
+            await node.kill()
+            await asyncio.sleep(delay_s)
+            await node.start()
         self._busy.discard("store")
 
     async def _stop(self) -> None:
@@ -187,7 +194,8 @@ class Killer:
         proxy = self._rng.choice(self._rng.choice(list(self._cluster.links.values())))
         near, far = proxy.name.split("-")
         self._tally.disturbed(f"reset {kind_of(near)}-{kind_of(far)}")
-        proxy.reset()
+        with self._tally.store_away() if far == "store" else contextlib.nullcontext():
+            proxy.reset()
 
     async def _refuse(self) -> None:
         """A link between a router and a scheduler that breaks and stays down for some time."""
@@ -206,8 +214,9 @@ class Killer:
         cut_s, is_broken = self._rng.choice((0.3, 1.0, 3.0, 6.0)), self._rng.random() < 0.3
         near, far = proxy.name.split("-")
         self._tally.disturbed(f"cut {kind_of(near)}-{kind_of(far)}")
-        proxy.set_blackhole(True)
-        await asyncio.sleep(cut_s)
-        proxy.set_blackhole(False)
-        if is_broken:
-            proxy.reset()
+        with self._tally.store_away() if far == "store" else contextlib.nullcontext():
+            proxy.set_blackhole(True)
+            await asyncio.sleep(cut_s)
+            proxy.set_blackhole(False)
+            if is_broken:
+                proxy.reset()

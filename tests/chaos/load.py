@@ -1,7 +1,6 @@
 """The load: clients that each send one request after another, and each do what a request asks."""
 
 import asyncio
-import contextlib
 import time
 from collections.abc import Callable, Mapping
 from random import Random
@@ -10,7 +9,7 @@ from typing import Any
 import grpc
 import grpc.aio
 
-from headrace.service.errors import ServiceError, from_rpc_error
+from headrace.service.errors import ServiceError, already_exists, from_rpc_error
 from headrace.v1 import inference_pb2, inference_pb2_grpc
 from tests.chaos import library
 from tests.chaos.reader import SEND_AGAIN, FailedError, Reader, Stubs, abort
@@ -18,6 +17,9 @@ from tests.chaos.received import Received
 from tests.chaos.tally import Tally
 from tests.chaos.wanted import Wanted
 
+# In which a client has read what was sent to it before.
+_BUFFERED_S = 2.0
+_CLASH_S, _CLASHED = 20.0, "CLASHED"
 _ENDED_BY_ABORT = {grpc.StatusCode.ABORTED, grpc.StatusCode.NOT_FOUND}
 _OUTCOMES = inference_pb2.AbortOutcome
 # Small windows, so that a client that does not read is felt by the router.
@@ -100,9 +102,11 @@ class Client:
             self._tally.events["late"] += 1
         elif received.was_aborted and error.code in _ENDED_BY_ABORT:
             self._tally.events["aborted before its first token"] += 1
-        elif error.reason in SEND_AGAIN and self._tally.was_store_away(received.began_s):
+        elif error.reason == _CLASHED:
+            self._tally.events["clash: accepted without a store"] += 1
+        elif error.reason in SEND_AGAIN and self._tally.may_be_lost(error.reason, received.began_s):
             self._tally.events["lost, admitted without a store"] += 1
-        elif error.reason == "SCHEDULERS_LOST" and self._tally.kills["SIGKILL scheduler"] >= 3:
+        elif error.reason == "SCHEDULERS_LOST" and self._tally.may_be_blamed(received.began_s):
             # Blamed for the kills, as a request that kills schedulers is.
             self._tally.events["blamed"] += 1
             received.faults.clear()
@@ -203,15 +207,23 @@ class Client:
         other = inference_pb2.GenerateRequest()
         other.CopyFrom(reader.received.wanted.request)
         other.sampling.max_tokens += 1
+        # It ends with its call where it is accepted.
+        other.keep_on_disconnect = False
         call = self._stubs[self._rng.choice(list(self._stubs))].Generate(other)
-        with contextlib.suppress(TimeoutError):
-            async with asyncio.timeout(5):
-                try:
-                    if await call.read() is not grpc.aio.EOF:
-                        reader.received.faults.append("another body was accepted under its id")
-                except grpc.aio.AioRpcError as error:
-                    self._tally.events[f"clash: {from_rpc_error(error).reason}"] += 1
-        call.cancel()
+        is_accepted = False
+        try:
+            async with asyncio.timeout(_CLASH_S):
+                is_accepted = await call.read() is not grpc.aio.EOF
+        except TimeoutError:
+            self._tally.events["clash: no answer"] += 1
+        except grpc.aio.AioRpcError as error:
+            self._tally.events[f"clash: {from_rpc_error(error).reason}"] += 1
+        finally:
+            call.cancel()
+        if is_accepted and self._tally.was_store_away(time.monotonic()):
+            raise FailedError(already_exists(_CLASHED, "both were accepted, without a store"))
+        if is_accepted:
+            reader.received.faults.append("another body was accepted under its id")
         await reader.read()
 
     async def _abort(self, reader: Reader) -> None:
@@ -223,13 +235,15 @@ class Client:
         try:
             await asyncio.sleep(0)
             await self._abort_by_other(reader)
+            await asyncio.wait([reading], timeout=_BUFFERED_S)
             position = received.positions[0]
             await reading
         finally:
             reading.cancel()
             await asyncio.wait([reading])
         num_more = received.positions[0] - position
-        if num_more > 200:
+        # A scheduler that was not told, and does not reach the store, cannot know.
+        if num_more > 200 and not self._tally.was_store_away(time.monotonic()):
             received.faults.append(f"{num_more} tokens after its abort")
 
     async def _abort_by_other(self, reader: Reader) -> None:

@@ -15,7 +15,7 @@ import grpc.aio
 from headrace.service.errors import ServiceError, from_rpc_error
 from headrace.v1 import inference_pb2
 from tests.chaos.received import Received
-from tests.chaos.tally import Tally
+from tests.chaos.tally import Tally, logger
 
 # A call that is silent for so long is given up: its router may be cut off.
 _SILENCE_S = 20.0
@@ -153,12 +153,16 @@ class Reader:
         # Whether Headrace says so, not the connection.
         is_ours = error.reason != error.code.name or error.code in _NEVER_RETRIED
         self._tally.events[error.reason] += 1
+        request_id = self.received.wanted.request.request_id
+        logger.info(
+            "%s at %s, %s: %s", request_id, self.router, self.received.positions, error.reason
+        )
         if error.reason in SEND_AGAIN:
             self._num_not_found += 1
             if self._num_not_found > _MAX_NOT_FOUND:
                 if self._resumes or self.received.was_aborted:
                     raise FailedError(error)
-                self._tally.sent_again(error.reason, self.received.began_s)
+                self._tally.sent_again(request_id, error.reason, self.received.began_s)
                 self._is_forgotten = True
         elif is_ours and error.code not in _RETRIED and error.reason not in _RETRIED_REASONS:
             raise FailedError(error)

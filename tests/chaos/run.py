@@ -17,6 +17,9 @@ from tests.chaos.received import Received
 from tests.chaos.tally import Tally
 
 _CLOSE_S = 30.0
+# A store is looked for every two seconds at least; another server takes its time to become the
+# master, and a cluster to believe that a node is back.
+_STORE_IS_BACK_AFTER_S = {"single": 3.0, "sentinel": 10.0, "cluster": 6.0}
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -81,6 +84,7 @@ async def _run(plan: Run, folder: Path, tally: Tally) -> None:
             )
             for i in range(plan.num_clients)
         ]
+        tally.store_is_back_after_s = _STORE_IS_BACK_AFTER_S[plan.shape.store]
         killing = killer.Killer(cluster, Random(f"{plan.seed}/killer"), tally, dict(plan.weights))
         async with asyncio.TaskGroup() as tasks:
             for client in clients:

@@ -1,11 +1,20 @@
 """Counts of a run, and how long the clients noticed each kill."""
 
+import contextlib
+import logging
+import math
 import time
 from collections import Counter
+from collections.abc import Iterator
 from dataclasses import dataclass, field
 
-# A store is down for up to 4 s, and is looked for every few seconds.
-_BEFORE_S, _AWAY_S = 2.0, 12.0
+logger = logging.getLogger("chaos")
+
+# A server that is killed loses the end of what it has acknowledged (one second, appendfsync
+# everysec).
+_BEFORE_S = 1.5
+# A request that was lost with so many schedulers is blamed for that (router/core/suspects.py).
+_MAX_LOSSES = 3
 
 
 @dataclass(slots=True)
@@ -27,7 +36,11 @@ class Tally:
     events: Counter[str] = field(default_factory=Counter)
     violations: list[str] = field(default_factory=list)
     recovery_s: list[float] = field(default_factory=list)
-    _store_killed_s: list[float] = field(default_factory=list)
+    # Until all services have found it again.
+    store_is_back_after_s: float = 3.0
+    # When the store, or the way to it, was disturbed, and until when.
+    _store_away_s: list[list[float]] = field(default_factory=list)
+    _scheduler_lost_s: list[float] = field(default_factory=list)
     _reading: set[str] = field(default_factory=set)
     _watches: list[_Watch] = field(default_factory=list)
 
@@ -38,10 +51,23 @@ class Tally:
     def disturbed(self, what: str) -> None:
         """Something was killed, stopped or cut."""
         self.kills[what] += 1
-        if what.endswith("store"):
-            self._store_killed_s.append(time.monotonic())
+        logger.info(what)
+        now = time.monotonic()
+        # A router takes a broken connection for the loss of the scheduler behind it.
+        if what.endswith("scheduler"):
+            self._scheduler_lost_s.append(now)
         if self._reading:
-            self._watches.append(_Watch(time.monotonic(), set(self._reading)))
+            self._watches.append(_Watch(now, set(self._reading)))
+
+    @contextlib.contextmanager
+    def store_away(self) -> Iterator[None]:
+        """The store, or the way to it, is disturbed meanwhile."""
+        away = [time.monotonic(), math.inf]
+        self._store_away_s.append(away)
+        try:
+            yield
+        finally:
+            away[1] = time.monotonic()
 
     def progressed(self, request_id: str, *, is_prompt: bool = True) -> None:
         """A message has come; is_prompt: its client reads as fast as it can."""
@@ -55,20 +81,34 @@ class Tally:
         self._heard_of(request_id)
 
     def was_store_away(self, at_s: float) -> bool:
-        """Whether the store, or the way there, was disturbed around this time.
+        """Whether the store, or the way there, was away at this time.
 
         What is admitted then is not durable, and says so; a router that dies takes it along.
         """
         return any(
-            killed_s - _BEFORE_S < at_s < killed_s + _AWAY_S for killed_s in self._store_killed_s
+            since - _BEFORE_S < at_s < until + self.store_is_back_after_s
+            for since, until in self._store_away_s
         )
 
-    def sent_again(self, reason: str, began_s: float) -> None:
+    def may_be_blamed(self, began_s: float) -> bool:
+        """Whether so many schedulers were lost since this time that a request is to blame."""
+        return sum(lost_s > began_s for lost_s in self._scheduler_lost_s) >= _MAX_LOSSES
+
+    def may_be_lost(self, reason: str, began_s: float) -> bool:
+        """Whether a store that was away explains that a request, or its output, is not kept."""
+        if reason != "TOKENS_LOST":
+            return self.was_store_away(began_s)
+        # The end of the journal may be lost as well as its beginning.
+        return any(until > began_s - self.store_is_back_after_s for _, until in self._store_away_s)
+
+    def sent_again(self, request_id: str, reason: str, began_s: float) -> None:
         """A client was told that its request is not known or not kept."""
-        when = "while the store was away" if self.was_store_away(began_s) else "with a store"
-        self.events[f"sent again: {reason}, admitted {when}"] += 1
+        self.events[f"sent again: {reason}"] += 1
+        if not self.may_be_lost(reason, began_s):
+            self.violation(f"{request_id}: {reason}, though it was admitted with a store")
 
     def violation(self, what: str) -> None:
+        logger.warning(what)
         self.violations.append(what)
 
     def recovery_s_at(self, percent: float) -> float:

@@ -1,12 +1,14 @@
 """Histories that follow a request from worker to worker and from router to router."""
 
+import numpy as np
 import pytest
 
+from headrace.service.columns import pack_int32
 from headrace.v1 import inference_pb2
 from scheduler.core.explain import EventKind, HistoryEvent, RequestExplanation
 from scheduler.core.plan import RequestStatus, WaitReason
 from scheduler.past import MAX_EVENTS, EndedPasts, joined, nothing, with_events
-from tests.scheduler.fake_gpuworker import FakeGpuWorker
+from tests.scheduler.fake_gpuworker import FakeGpuWorker, expected_tokens
 from tests.scheduler.harness import FakeRouter, router_to, running_scheduler, until
 
 PROMPT = [11, 12, 13, 14, 15]
@@ -81,10 +83,19 @@ async def test_a_history_of_another_scheduler_comes_with_the_submission(worker):
     async with running_scheduler([worker]) as scheduler:
         await scheduler.ready()
         async with router_to(scheduler) as router:
-            handle = await router.submit(PROMPT, 5, request_id="x", epoch=2, history=history)
+            before = np.array(expected_tokens(PROMPT, 2), dtype=np.int32)
+            handle = await router.submit(
+                *(PROMPT, 5),
+                request_id="x",
+                epoch=2,
+                history=history,
+                generated_token_ids=pack_int32(before),
+            )
             await router.finished(handle)
             ended = await explained(router, "x")
             assert kinds(ended)[:3] == ["SCHEDULED", "LOST", "RESUMED"]
+            assert "RECOVERED" in kinds(ended)
+            assert ended.recomputed_tokens == len(PROMPT) + 2
             assert ended.events[1].detail == "its scheduler s1 was lost"
             # The id is used again: that request has no past.
             later = await router.submit(PROMPT, 5, request_id="x", arrival_time_unix_s=9)

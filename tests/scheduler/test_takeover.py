@@ -39,6 +39,7 @@ async def test_an_orphan_goes_on_for_the_router_that_takes_it_over(depth):
                 100,
                 request_id="x",
                 epoch=2,
+                priority=-3,  # routers age it
                 generated_token_ids=packed(expected_tokens(PROMPT, 5)),
             )
             await router.has_tokens(handle, 2)

@@ -263,6 +263,8 @@ async def test_a_rejection_of_a_repeated_call_does_not_hide_the_admitted_request
 async def test_a_rejection_of_a_repeated_call_does_not_wipe_what_has_ended(router, scheduler):
     await dispatched(router, spec=b"spec")
     await append(scheduler, piece(0, 1, 2))
+    (record,) = await router.records("r1")
+    assert (record.completion_tokens, record.journal_tokens) == (0, 2)
     await scheduler.apply(update(State.STOPPED))
     rejected = update(State.REJECTED, create_time_unix_s=NOW + 1.0)
     assert (await router.apply(rejected)).verdict is Verdict.ILLEGAL
