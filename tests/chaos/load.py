@@ -9,6 +9,7 @@ from typing import Any
 import grpc
 import grpc.aio
 
+from headrace.client import ResumePolicy
 from headrace.service.errors import ServiceError, already_exists, from_rpc_error
 from headrace.v1 import inference_pb2, inference_pb2_grpc
 from tests.chaos import library
@@ -134,7 +135,9 @@ class Client:
     async def _library(self, reader: Reader) -> None:
         addresses = list(self._addresses.values())
         self._rng.shuffle(addresses)
-        await library.read(reader.received, addresses, self._tally)
+        # Its own patience of a minute is less than a kill each second may cost.
+        policy = ResumePolicy(timeout_s=self._request_s)
+        await library.read(reader.received, addresses, self._tally, policy=policy)
 
     async def _deadline(self, reader: Reader) -> None:
         await reader.read()

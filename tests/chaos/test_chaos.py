@@ -51,7 +51,9 @@ def test_the_checker_sees_what_is_broken_on_purpose(tmp_path, broken, does, says
         ends_at_violation=True,
         **(BOUNDS | {"patience_s": 2.0}),
         shape=Shape(
-            wrapper=("tests.chaos.broken", broken), scheduler_flags=("--orphan-ttl-s", "1")
+            wrapper=("tests.chaos.broken", broken),
+            scheduler_of={"w0": "s0"},
+            scheduler_flags=("--orphan-ttl-s", "1"),
         ),
     )
     violations, _ = violations_of(plan, tmp_path)
