@@ -1,6 +1,7 @@
 """`python -m gpuworker`: loads a model and runs a scheduler's plans until SIGTERM."""
 
 import asyncio
+import contextlib
 import logging
 import os
 import platform
@@ -12,10 +13,13 @@ from typing import Any
 
 import click
 
+from gpuworker import metrics
 from gpuworker.config import KvCacheSettings, WorkerSettings
 from gpuworker.machine import prepare_libraries
 from headrace.service import config, telemetry
+from headrace.service.admin import AdminConfig
 from headrace.service.model_files import ModelFilesError, resolve
+from headrace.service.monitoring import publish_metrics
 from headrace.service.process import ProcessConfig, keep_for_good, run, write_address
 from headrace.service.progress import say
 from headrace.service.serving import GrpcServer, ServingConfig, stop_asked
@@ -34,6 +38,7 @@ _DEVICE_LOST = 3
     "gpuworker": (WorkerSettings, ""),
     "kv_cache": (KvCacheSettings, ""),
     "serving": (ServingConfig, ""),
+    "admin": (AdminConfig, "admin"),
     "process": (ProcessConfig, ""),
 })  # fmt: skip
 def main(settings: dict[str, Any]) -> None:
@@ -48,6 +53,7 @@ async def serve(
     gpuworker: WorkerSettings,
     kv_cache: KvCacheSettings,
     serving: ServingConfig,
+    admin: AdminConfig,
     process: ProcessConfig,
 ) -> None:
     """Listen, load, serve until SIGTERM or SIGINT, then finish the steps in flight and stop."""
@@ -68,6 +74,16 @@ async def serve(
     service.add_to(server.server)
     stop = stop_asked()
     write_address(process, await server.start())
+    publishing = contextlib.AsyncExitStack()
+    await publishing.enter_async_context(
+        publish_metrics(
+            "headrace-gpuworker",
+            lambda: metrics.read(service.meter, service.engine),
+            admin=admin,
+            otlp_endpoint=process.otlp_endpoint,
+            is_ready=server.is_serving,
+        )
+    )
     stopping = asyncio.create_task(stop.wait())
     loading = asyncio.get_running_loop().run_in_executor(model_thread, _load, gpuworker, kv_cache)
     is_thread_busy, status = True, 0
@@ -93,6 +109,7 @@ async def serve(
         # needs the model's thread.
         service.close_stream()
         await server.stop(_CLOSE_STREAMS_S)
+        await publishing.aclose()
         traces.shutdown()
     model_thread.shutdown(wait=False, cancel_futures=True)
     if is_thread_busy:

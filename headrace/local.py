@@ -22,7 +22,15 @@ from headrace.service import progress
 from headrace.service.channels import open_channel
 from headrace.service.private_dir import private_dir
 from headrace.status.embedded import EmbeddedStore, EmbeddedStoreError
-from headrace.supervisor import Child, LocalError, Program, Restarts, Tell, keep_running
+from headrace.supervisor import (
+    Child,
+    LocalError,
+    Program,
+    Restarts,
+    Tell,
+    content_of,
+    keep_running,
+)
 
 __all__ = ["LocalConfig", "LocalError", "LocalPool", "Restarts", "local_pool"]
 
@@ -46,13 +54,15 @@ class LocalConfig:
     """What to run.
 
     store_url None starts an embedded store, which keeps its records in data_dir if that is given;
-    "" is no store. shared_flags go to all services. channel is for asking the router whether it is
-    ready; with None the router is not asked, because it wants a client certificate.
+    "" is no store. admin_listen is where the router's admin port listens; "" is none. shared_flags
+    go to all services. channel is for asking the router whether it is ready; with None the router
+    is not asked, because it wants a client certificate.
     """
 
     model_path: Path
     model_name: str
     listen: str = "127.0.0.1:0"
+    admin_listen: str = ""
     num_workers: int = 1
     store_url: str | None = None
     data_dir: Path | None = None
@@ -67,12 +77,18 @@ class LocalConfig:
 
 
 class LocalPool:
-    """The running services. `address` is the router's; `children` are in order of start."""
+    """The running services. `children` are in order of start."""
 
     def __init__(
-        self, address: str, children: Sequence[Child], keeping: Sequence[asyncio.Task[LocalError]]
+        self,
+        address: str,
+        admin_url: str,
+        children: Sequence[Child],
+        keeping: Sequence[asyncio.Task[LocalError]],
     ) -> None:
+        """address and admin_url ("" is none) are the router's."""
         self.address = address
+        self.admin_url = admin_url
         self.children = children
         self._keeping = keeping
 
@@ -101,7 +117,7 @@ async def local_pool(
     async with contextlib.AsyncExitStack() as stack:
         start = _Start(config, stack.enter_context(private_dir()), stack, tell, log)
         address = await start.everything()
-        yield LocalPool(address, start.children, start.keep_running())
+        yield LocalPool(address, start.admin_url, start.children, start.keep_running())
 
 
 class _Start:
@@ -121,6 +137,7 @@ class _Start:
         self._tell = tell
         self._log = log
         self.children: list[Child] = []
+        self.admin_url = ""
         self._is_started = False
 
     async def everything(self) -> str:
@@ -154,9 +171,12 @@ class _Start:
             ["--router-id", "router-0", *to_scheduler, *model, *config.router_flags],
             store_environment,
             listen=config.listen,
+            admin_listen=config.admin_listen,
         )
         address = await self._address(router)
         await self._unless_one_ends(self._until_ready(address))
+        if config.admin_listen:
+            self.admin_url = await self._unless_one_ends(content_of(self._admin_file("router")))
         return address
 
     def keep_running(self) -> Sequence[asyncio.Task[LocalError]]:
@@ -200,16 +220,18 @@ class _Start:
         environment: Mapping[str, str] | None = None,
         *,
         listen: str = "",
+        admin_listen: str = "",
     ) -> Child:
         """Starts one service, to be stopped before the services that were started earlier.
 
         Without `listen` the service listens on a socket in the private folder, which only
-        processes of this user can reach.
+        processes of this user can reach. The settings of an admin port are the router's alone.
         """
         config = self._config
         command = [
             *config.programs[program],
             *("--drain-timeout-s", str(config.drain_timeout_s)),
+            *("--admin-listen", admin_listen, "--admin-address-file", str(self._admin_file(name))),
             *config.shared_flags,
             *flags,
         ]
@@ -232,6 +254,9 @@ class _Start:
         await child.start()
         self.children.append(child)
         return child
+
+    def _admin_file(self, name: str) -> Path:
+        return self._folder / f"{name}.admin"
 
     def _progress(self, what: str) -> None:
         """Progress of the first start; of a restart, the end and the return are said."""

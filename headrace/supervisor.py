@@ -107,10 +107,7 @@ class Child:
 
     async def address(self) -> str:
         """Where the process listens, once it does."""
-        file = self._program.address_file
-        while not file.exists():  # noqa: ASYNC110 another process makes it
-            await asyncio.sleep(_POLL_S)
-        self._listen = file.read_text(encoding="utf-8")
+        self._listen = await content_of(self._program.address_file)
         return self._listen
 
     async def _read(self, process: asyncio.subprocess.Process) -> None:
@@ -160,6 +157,17 @@ class Child:
         """Waits for the last lines, but not for a grandchild that holds the pipe open."""
         if self._reading is not None:
             await asyncio.wait({self._reading}, timeout=_LAST_WORDS_S)
+
+
+async def content_of(file: Path) -> str:
+    """The content of a file, once another process has made it."""
+    while (content := _content_if_there(file)) is None:  # noqa: ASYNC110 another process
+        await asyncio.sleep(_POLL_S)
+    return content
+
+
+def _content_if_there(file: Path) -> str | None:
+    return file.read_text(encoding="utf-8") if file.exists() else None
 
 
 async def keep_running(

@@ -18,12 +18,15 @@ from typing import Any
 import click
 
 from headrace.service import config, telemetry
+from headrace.service.admin import AdminConfig
 from headrace.service.channels import ChannelConfig, open_channel
 from headrace.service.model_files import ModelFilesError, resolve
+from headrace.service.monitoring import publish_metrics
 from headrace.service.process import ProcessConfig, keep_for_good, run, write_address
 from headrace.service.serving import GrpcServer, ServingConfig, stop_asked
 from headrace.status.states import Writer
 from headrace.status.store import StatusStore
+from router import metrics
 from router.aborts import Aborts
 from router.config import (
     DrainMode,
@@ -64,6 +67,7 @@ _CLOSE_STREAMS_S = 2.0
     "tenant": (TenantConfig, "tenant"),
     "tenants": (TenantsConfig, None),
     "serving": (PublicServing, ""),
+    "admin": (AdminConfig, "admin"),
     "channel": (ChannelConfig, "scheduler"),
     "process": (ProcessConfig, ""),
 })  # fmt: skip
@@ -94,9 +98,10 @@ async def serve(
     recovery: RecoveryConfig,
     serving: ServingConfig,
     channel: ChannelConfig,
+    *,
+    admin: AdminConfig,
     process: ProcessConfig,
     rules: Rules,
-    *,
     models: Mapping[str, ModelText],
     defaults: Mapping[str, ModelDefaults],
     prompts: PromptReader,
@@ -143,7 +148,14 @@ async def serve(
         keep_for_good()
         stop = stop_asked()
         write_address(process, await server.start())
-        async with asyncio.TaskGroup() as tasks:
+        publishing = publish_metrics(
+            "headrace-router",
+            lambda: metrics.read(live, models, store),
+            admin=admin,
+            otlp_endpoint=process.otlp_endpoint,
+            is_ready=server.is_serving,
+        )
+        async with publishing, asyncio.TaskGroup() as tasks:
             background = [
                 tasks.create_task(store.run()),
                 tasks.create_task(

@@ -7,6 +7,7 @@ from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 
 from router.core.placement import WorkerPool
+from router.metrics import Meters
 from router.outputs import Admitted, CompletionFinish, Logprobs, StepOutputs
 from router.request import ClientCompletion
 
@@ -27,12 +28,14 @@ class Arrivals:
         self,
         in_flight: Mapping[int, ClientCompletion],
         pool: WorkerPool,
+        meters: Meters,
         clock: Callable[[], float],
         wall_clock: Callable[[], float],
     ) -> None:
         """clock is monotonic, wall_clock since the epoch; both in seconds."""
         self._in_flight = in_flight
         self._pool = pool
+        self._meters = meters
         self._clock = clock
         self._wall_clock = wall_clock
 
@@ -66,6 +69,7 @@ class Arrivals:
             timeline.admitted = max(timeline.arrived, now - ago)
             if not request.is_taken_up:
                 completion.num_cached_tokens = admission.num_cached_tokens
+            self._meters.admitted(request, admission.num_cached_tokens)
 
     def _take_logprobs(self, logprobs: Logprobs) -> None:
         completion = self._in_flight.get(logprobs.handle)
@@ -111,8 +115,10 @@ class Arrivals:
                 completion.token_ids.extend(new_token_ids)
                 request = completion.request
                 request.account.charge_output(num_new)
+                request.traffic.num_output_tokens += num_new
                 if request.timeline.first_token is None:
                     request.timeline.first_token = self._clock()
+                    self._meters.got_first_token(request)
                 request.wake()
                 num_unread = len(completion.token_ids) - completion.num_streamed
                 if stop is not None:

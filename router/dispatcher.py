@@ -24,6 +24,7 @@ from router.core.suspects import TRIAL_TOKENS, Suspects
 from router.core.turns import turns
 from router.fates import Ended, Failed, Moved, Outcome, Paused
 from router.flights import Flights
+from router.metrics import Meters
 from router.outputs import CompletionFinish, Refusal, StepOutputs
 from router.request import ClientCompletion, ClientRequest, Owner, SchedulerLink
 from router.restraint import Restraint
@@ -46,6 +47,7 @@ class Dispatcher:
         pool: WorkerPool,
         queue: GlobalQueue[ClientCompletion],
         status: StatusLog,
+        meters: Meters,
         *,
         unread: UnreadLimits,
         clock: Callable[[], float],
@@ -60,10 +62,11 @@ class Dispatcher:
         self._suspects: Suspects[ClientCompletion] = Suspects()
         self._returned: set[str] = set()  # schedulers that have connected and not reported
         self._status = status
+        self._meters = meters
         self._clock = clock
         self._flights = Flights(pool)
         self._in_flight = self._flights.by_handle
-        self._arrivals = Arrivals(self._in_flight, pool, clock, wall_clock)
+        self._arrivals = Arrivals(self._in_flight, pool, meters, clock, wall_clock)
 
     @property
     def num_in_flight(self) -> int:
@@ -198,6 +201,7 @@ class Dispatcher:
         """
         taken, was_draining = self._flights.disconnect(link)
         self._status.scheduler_lost(link.name)
+        self._meters.num_lost_schedulers += not was_draining
         # A scheduler that was shutting down died of no request.
         suspects = () if was_draining else [c.key for c in taken if self._is_suspect(c)]
         culprit = self._suspects.blame(suspects)

@@ -5,7 +5,6 @@ state. The Dispatcher knows where completions are; the Router knows the callers.
 """
 
 import asyncio
-from collections import Counter
 from collections.abc import Callable, Sequence
 from typing import Protocol, assert_never
 
@@ -17,6 +16,7 @@ from router.core.placement import WorkerPool
 from router.core.prefix_index import prefix_of, shared_salt
 from router.dispatcher import Dispatcher
 from router.fates import Ended, Failed, Moved, Outcome, Paused
+from router.metrics import Meters
 from router.outputs import CompletionFinish, Refusal, StepOutputs
 from router.request import ClientCompletion, ClientRequest, SchedulerLink, Spec, Timeline
 from router.revival import Origin
@@ -43,18 +43,16 @@ class LiveRequests:
         dispatcher: Dispatcher,
         callers: Callers,
         *,
+        meters: Meters,
         shares_prefixes: bool,
         clock: Callable[[], float],
         wall_clock: Callable[[], float],
     ) -> None:
         """clock is monotonic, wall_clock since the epoch; both in seconds."""
         self.dispatcher = dispatcher
-        # Requests that were not released, and how many of them ended in which way; the difference
-        # is live.
-        self.num_accepted = 0
-        self.num_ended: Counter[FinishReason] = Counter()
         self.has_earlier_due = asyncio.Event()
         self._callers = callers
+        self._meters = meters
         self._shares_prefixes = shares_prefixes
         self._clock = clock
         self._wall_clock = wall_clock
@@ -84,6 +82,7 @@ class LiveRequests:
             number=self._next_key(),
             account=self.dispatcher.queue.of(spec.model).shares.account(spec.tenant),
             waker=self._waker,
+            traffic=self._meters.traffic(spec.model, spec.tenant),
             cache_salt=cache_salt,
             prefix=prefix_of(origin.prompt_token_ids, cache_salt),
             deadline=self.deadline(spec),
@@ -96,7 +95,7 @@ class LiveRequests:
 
     def register(self, request: ClientRequest) -> None:
         """Send or queue the completions that have not ended."""
-        self.num_accepted += 1
+        self._meters.accepted(request)
         self._requests[request.number] = request
         if request.deadline is not None and not request.is_finished:
             self._deadlines.push(request.number, request.deadline, request)
@@ -118,7 +117,7 @@ class LiveRequests:
                 self.dispatcher.release(completion)
         request.error = error
         request.is_released = True
-        self.num_accepted -= 1
+        self._meters.num_released += 1
         self._forget(request)
         request.wake()
 
@@ -128,7 +127,7 @@ class LiveRequests:
             is_late = request.deadline is not None and request.deadline <= self._clock()
             reason = FinishReason.DEADLINE if is_late else FinishReason.ABORTED
             self.end_all(request, CompletionFinish(reason))
-        self.num_ended[_ending(request)] += 1
+        self._meters.ended(request, _ending(request))
         self._forget(request)
 
     def end_all(self, request: ClientRequest, finish: CompletionFinish) -> None:

@@ -21,6 +21,7 @@ from headrace.vocabulary import FinishReason
 from router.core.fairness import Account
 from router.core.placement import Sent
 from router.core.prefix_index import Prefix
+from router.metrics import Traffic
 from router.outputs import CompletionFinish
 from router.text.completion import CompletionText
 from router.waker import Waker
@@ -261,6 +262,7 @@ class ClientRequest:
     number: int
     account: Account
     waker: Waker
+    traffic: Traffic = field(default_factory=Traffic)
     cache_salt: str = ""  # of its prefixes; see prefix_index.shared_salt
     prefix: Prefix = ()
     deadline: float | None = None

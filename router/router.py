@@ -24,8 +24,9 @@ from router.core.placement import WorkerPool
 from router.dispatcher import Dispatcher
 from router.gate import Gate
 from router.live import LiveRequests
+from router.metrics import Meters
 from router.outputs import CompletionFinish
-from router.request import ClientRequest, Int32Array, Spec
+from router.request import ClientCompletion, ClientRequest, Int32Array, Spec
 from router.revival import FirstTokens, Origin, Past, from_the_beginning, revived_completions
 from router.rules import Rules
 from router.status_log import StatusLog
@@ -51,19 +52,24 @@ class Router:
         wall_clock: Callable[[], float] = time.time,
     ) -> None:
         """clock is monotonic, wall_clock since the epoch; both in seconds."""
+        self.meters = Meters(rules.policy, rules.limits_by_tenant)
         queue = GlobalQueue(rules.make_model_queue)
         dispatcher = Dispatcher(
-            pool, queue, status, unread=rules.unread, clock=clock, wall_clock=wall_clock
+            *(pool, queue, status, self.meters),
+            unread=rules.unread,
+            clock=clock,
+            wall_clock=wall_clock,
         )
         self.is_draining = False
         self.live = LiveRequests(
             dispatcher,
             self,
+            meters=self.meters,
             shares_prefixes=rules.share_prefix_cache_across_tenants,
             clock=clock,
             wall_clock=wall_clock,
         )
-        self._gate = Gate(rules, dispatcher, status, clock)
+        self._gate = Gate(rules, dispatcher, status, self.meters, clock)
         self.calls = Calls(self._gate, clock, wall_clock)
         # Requests without a reader, by when they end if nobody takes them up.
         self._orphans: LazyHeap[int, ClientRequest] = LazyHeap()
@@ -77,6 +83,11 @@ class Router:
     @property
     def pool(self) -> WorkerPool:
         return self._dispatcher.pool
+
+    @property
+    def queue(self) -> GlobalQueue[ClientCompletion]:
+        """What waits here; only the dispatcher changes it."""
+        return self._dispatcher.queue
 
     @property
     def num_queued(self) -> int:
@@ -109,7 +120,9 @@ class Router:
     ) -> AbstractContextManager[Reservation]:
         """Hold an id and a permit while a caller is answered, and clean up after the call."""
         if self.is_draining:
-            raise outcomes.draining()
+            error = outcomes.draining()
+            self.meters.num_refused[error.reason] += 1
+            raise error
         reservation = self.calls.enter(request_id, tenant, body_sha256)
         return self._answering(reservation, reservation)
 

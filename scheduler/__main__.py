@@ -9,11 +9,14 @@ from typing import Any
 import click
 
 from headrace.service import config, telemetry
+from headrace.service.admin import AdminConfig
 from headrace.service.channels import ChannelConfig
+from headrace.service.monitoring import publish_metrics
 from headrace.service.process import ProcessConfig, keep_for_good, run, write_address
 from headrace.service.serving import GrpcServer, ServingConfig, stop_asked
 from headrace.status.states import Writer
 from headrace.status.store import StatusStore
+from scheduler import metrics
 from scheduler.build import build_pool, keep_journal
 from scheduler.config import PoolSettings, SchedulerSettings
 from scheduler.orphans import Orphans
@@ -33,6 +36,7 @@ _CLOSE_STREAMS_S = 2.0
     "scheduler": (SchedulerSettings, ""),
     "pool": (PoolSettings, ""),
     "serving": (ServingConfig, ""),
+    "admin": (AdminConfig, "admin"),
     "channel": (ChannelConfig, "worker"),
     "process": (ProcessConfig, ""),
 })  # fmt: skip
@@ -47,6 +51,7 @@ async def serve(
     scheduler: SchedulerSettings,
     pool: PoolSettings,
     serving: ServingConfig,
+    admin: AdminConfig,
     channel: ChannelConfig,
     process: ProcessConfig,
 ) -> None:
@@ -79,7 +84,14 @@ async def serve(
         keep_for_good()
         stop = stop_asked()
         write_address(process, await server.start())
-        async with asyncio.TaskGroup() as tasks:
+        publishing = publish_metrics(
+            "headrace-scheduler",
+            lambda: metrics.read(workers, log, store),
+            admin=admin,
+            otlp_endpoint=process.otlp_endpoint,
+            is_ready=server.is_serving,
+        )
+        async with publishing, asyncio.TaskGroup() as tasks:
             lease = store.hold_lease("scheduler", scheduler_id, str(term))
             jobs = (store.run(), lease, workers.run(), orphans.run())
             background = [tasks.create_task(job) for job in jobs]

@@ -20,12 +20,14 @@ from scheduler.core.plan import (
     FinishedRequest,
     Int32Array,
     Int64Array,
+    KvBlocks,
     RequestStatus,
     StepPlan,
 )
 from scheduler.core.scheduler import SchedulerCore
 from scheduler.in_flight import InFlight
 from scheduler.inbox import Cancel, Inbox, Message, Pausing
+from scheduler.metrics import WorkerMeter
 from scheduler.replay.recording import Recording
 from scheduler.requests import FirstAdmission, LiveRequest, Submission
 from scheduler.switchboard import Switchboard
@@ -85,7 +87,8 @@ class WorkerEngine:
 
         self._requests: dict[int, LiveRequest] = {}
         self._inbox = Inbox(core, info, switchboard, clock=clock, hashes_ahead=hashes_ahead)
-        self._results: deque[WorkerResult] = deque()
+        # Each result with when it came, on the event loop's clock.
+        self._results: deque[tuple[WorkerResult, float]] = deque()
         self._in_flight: deque[InFlight] = deque()
         # Requests in rows that want log probabilities, by row.
         self._asking: dict[int, LiveRequest] = {}
@@ -96,6 +99,8 @@ class WorkerEngine:
         self._is_worth_planning = True
         self._last_progress_s = 0.0
         self.num_steps = 0
+        # The pool gives a worker's engines the same meter.
+        self.meter = WorkerMeter()
         # The worker has said that it is shutting down: the worker gets no new requests.
         self.is_draining = False
 
@@ -115,6 +120,15 @@ class WorkerEngine:
     @property
     def num_paused(self) -> int:
         return self._core.num_paused
+
+    @property
+    def num_waiting(self) -> int:
+        """Requests without a row that are not paused, those in the inbox included."""
+        return len(self._requests) - self._core.num_running - self._core.num_paused
+
+    @property
+    def kv_blocks(self) -> KvBlocks:
+        return self._core.kv_blocks
 
     @property
     def num_free_blocks(self) -> int:
@@ -228,7 +242,7 @@ class WorkerEngine:
                     self.is_draining = True
                     self._switchboard.changes.notify()
                 case result:
-                    self._results.append(result)
+                    self._results.append((result, asyncio.get_running_loop().time()))
             self._wake.set()
 
     async def _step_for_ever(self) -> None:
@@ -239,7 +253,7 @@ class WorkerEngine:
                 self._is_worth_planning = True
                 self._publish_ends(ended)
             while self._results:
-                self._apply_result(self._results.popleft())
+                self._apply_result(*self._results.popleft())
             if self.is_draining and not self._requests:
                 raise WorkerDrainedError("it has finished what it had")
             while self._is_worth_planning and len(self._in_flight) < self._pipeline_depth:
@@ -252,6 +266,7 @@ class WorkerEngine:
 
     async def _plan_step(self) -> None:
         plan = self._core.schedule(self._clock())
+        self.meter.planned(plan)
         self._publish_ends(plan.expired)
         for key in plan.preempted_keys:
             self._log.preempted(self._requests[key])
@@ -262,11 +277,13 @@ class WorkerEngine:
             return
         placed = self._assign_rows(plan)
         span = self._log.begin_step(plan, placed) if placed else None
+        now_s = asyncio.get_running_loop().time()
         if not self._in_flight:
-            self._last_progress_s = asyncio.get_running_loop().time()
+            self._last_progress_s = now_s
+        self.meter.sent(plan, self._core.config.max_num_batched_tokens, now_s)
         keys = self._key_by_row[plan.rows]
         asking = self._asking_in(plan)
-        self._in_flight.append(InFlight(plan, keys, admissions, span, asking, audit))
+        self._in_flight.append(InFlight(plan, keys, now_s, admissions, span, asking, audit))
         self._switchboard.changes.notify()
         await self._stream.send(
             plan,
@@ -318,7 +335,7 @@ class WorkerEngine:
                 first.append((request, facts))
         return tuple(first)
 
-    def _apply_result(self, result: WorkerResult) -> None:
+    def _apply_result(self, result: WorkerResult, came_s: float) -> None:
         if not self._in_flight:
             raise WorkerLostError("it sent a result that no plan asked for")
         flight = self._in_flight.popleft()
@@ -337,10 +354,14 @@ class WorkerEngine:
         ]
         failures = flight.failures(result)
         ends = [self._end(facts, failures.get(facts.key, "")) for facts in output.finished]
+        drafts = flight.draft_counts(output)
+        num_tokens, is_dry = len(output.token_ids), not self._in_flight
+        times = (flight.sent_s, came_s)
+        self.meter.got_result(flight.plan, *times, num_tokens, drafts, is_dry=is_dry)
         if len(output.keys) or ends or admissions:
             self._switchboard.publish(
                 output,
-                draft_counts=flight.draft_counts(output),
+                draft_counts=drafts,
                 ends=ends,
                 admissions=admissions,
                 logprobs=logprobs,

@@ -22,6 +22,7 @@ class InFlight:
     Args:
         plan: what was sent.
         keys: [num_reqs] the requests' keys, in the plan's order.
+        sent_s: when, on the event loop's clock.
         admissions: requests that the plan admitted for the first time.
         span: ends with the result; None when not traced.
         asking: requests that want log probabilities, by row.
@@ -30,6 +31,7 @@ class InFlight:
 
     plan: StepPlan
     keys: Int64Array
+    sent_s: float = 0.0
     admissions: tuple[tuple[LiveRequest, FirstAdmission], ...] = ()
     span: Span | None = None
     asking: Mapping[int, LiveRequest] = field(default_factory=dict)

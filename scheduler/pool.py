@@ -6,8 +6,8 @@ lost. Requests of a lost worker are stranded (see `stranded`) until another work
 
 import asyncio
 import logging
-from collections.abc import Callable, Mapping
-from dataclasses import dataclass, replace
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass, field, replace
 
 from headrace.service.errors import CALL_ENDS
 from headrace.vocabulary import RefusalReason, WorkerState
@@ -15,6 +15,7 @@ from scheduler.config import PoolSettings
 from scheduler.core.explain import RequestExplanation
 from scheduler.core.plan import Int32Array, RequestStatus
 from scheduler.engine import WorkerEngine
+from scheduler.metrics import WorkerMeter
 from scheduler.past import joined
 from scheduler.quarantine import Quarantine
 from scheduler.requests import NO_ROUTER, LiveRequest, Submission, largest_id
@@ -51,6 +52,7 @@ class ManagedWorker:
     state: WorkerState = WorkerState.STARTING
     info: WorkerSpec | None = None
     engine: WorkerEngine | None = None
+    meter: WorkerMeter = field(default_factory=WorkerMeter)
 
 
 @dataclass(frozen=True, slots=True)
@@ -167,13 +169,19 @@ class Pool:
                 continue
             if self._is_draining or engine.is_draining:
                 state = WorkerState.DRAINING
-            num_waiting = engine.num_requests - engine.num_running - engine.num_paused
-            loads.append(
-                WorkerLoad(
-                    worker.info, state, engine.num_free_blocks, engine.num_running, num_waiting
-                )
-            )
+            counts = (engine.num_free_blocks, engine.num_running, engine.num_waiting)
+            loads.append(WorkerLoad(worker.info, state, *counts))
         return sorted(loads, key=lambda load: load.info.worker_id)
+
+    @property
+    def workers(self) -> Sequence[ManagedWorker]:
+        """All workers; only their tasks change them."""
+        return self._workers
+
+    @property
+    def num_stranded(self) -> int:
+        """Requests that no worker has."""
+        return len(self._stranded)
 
     def _choose_named(self, submission: Submission) -> WorkerEngine | NotTaken:
         worker_id, handle = submission.worker_id, submission.handle
@@ -245,8 +253,7 @@ class Pool:
         logger.warning(
             "worker at %s has died %d times in a row and is left alone for %g s",
             worker.address,
-            worker.quarantine.num_deaths,
-            quarantine_s,
+            *(worker.quarantine.num_deaths, quarantine_s),
         )
         worker.state = WorkerState.QUARANTINED
         self._switchboard.changes.notify()
@@ -288,16 +295,14 @@ class Pool:
     def _start(self, worker: ManagedWorker, info: WorkerSpec, stream: WorkerStream) -> WorkerEngine:
         info = self._named_apart(worker, info)
         worker.engine = self._make_engine(info, stream)
+        worker.engine.meter = worker.meter
         worker.info = worker.engine.info
         worker.state = WorkerState.READY
         self._switchboard.changes.notify()
         logger.info(
             "worker %s (%s) is ready: model %s, %d KV blocks of %d tokens",
-            info.worker_id,
-            worker.address,
-            info.model,
-            info.num_kv_blocks,
-            info.block_size,
+            *(info.worker_id, worker.address, info.model),
+            *(info.num_kv_blocks, info.block_size),
         )
         self._stranded.reassign()
         return worker.engine
@@ -333,6 +338,7 @@ class Pool:
         """Take over the unfinished requests of a lost worker."""
         worker.engine = None
         worker.state = WorkerState.LOST
+        worker.meter.num_losses += has_died
         self._switchboard.changes.notify()
         for request in engine.take_requests(has_died=has_died):
             if request.num_losses > self._settings.max_num_losses:

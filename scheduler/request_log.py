@@ -12,6 +12,7 @@ from headrace.status.states import State
 from headrace.status.store import StatusStore
 from scheduler.core.explain import EventKind, HistoryEvent, RequestExplanation
 from scheduler.core.plan import FinishedRequest, RequestStatus, StepPlan
+from scheduler.metrics import RequestMeter
 from scheduler.past import EndedPasts, joined, nothing, with_events
 from scheduler.requests import LiveRequest
 from scheduler.token_journal import TokenJournal
@@ -39,6 +40,7 @@ class RequestLog:
         self.journal: TokenJournal | None = None
         # Of ended requests; a live request has its own.
         self.pasts = EndedPasts()
+        self.meter = RequestMeter()
 
     @property
     def num_open(self) -> int:
@@ -94,6 +96,8 @@ class RequestLog:
     ) -> None:
         num_tokens = len(request.submission.prompt_token_ids) + len(request.generated_token_ids)
         num_again = num_tokens - num_cached_tokens
+        self.meter.num_recovered += 1
+        self.meter.num_recomputed_tokens += num_again
         self._note(
             request,
             EventKind.RECOVERED,
@@ -107,6 +111,7 @@ class RequestLog:
 
     def taken_up(self, request: LiveRequest, router_id: str) -> None:
         """A router submitted the request, which has had earlier epochs, as a new request."""
+        self.meter.num_taken_up += 1
         submission = request.submission
         if submission.history:
             request.past = with_events(nothing(submission.request_id), submission.history)
@@ -121,6 +126,7 @@ class RequestLog:
 
     def taken_over(self, request: LiveRequest, router_id: str) -> None:
         """Another router has the request, which goes on, under a greater epoch."""
+        self.meter.num_taken_up += 1
         if request.is_admitted:
             self._record(request, State.RUNNING)
         epoch = request.submission.epoch
@@ -151,6 +157,7 @@ class RequestLog:
         self, request: LiveRequest, facts: FinishedRequest, message: str, num_generated: int
     ) -> None:
         """The request ended with num_generated tokens."""
+        self.meter.num_finished[facts.status] += 1
         self.pasts.keep(request.submission.request_id, request.past)
         if self._store.is_configured:
             self._record_end(request, facts, message, num_generated)

@@ -21,8 +21,10 @@ from opentelemetry.trace import Span
 
 from gpuworker.core.plan import ExecutedStep, PlanError, ReceivedPlan
 from gpuworker.engine import LoadedModel
+from gpuworker.metrics import StepMeter
 from gpuworker.pipeline import StepPipeline
 from gpuworker.rpc import wire
+from gpuworker.runner import PendingStep
 from headrace.service import telemetry, terms
 from headrace.service.errors import (
     ServiceError,
@@ -92,7 +94,8 @@ class GpuWorkerService(gpuworker_pb2_grpc.GpuWorkerServicer):
         self._identity = identity
         self._model_thread = model_thread
         self._pipeline = StepPipeline(model_thread)
-        self._engine: LoadedModel | None = None
+        self.engine: LoadedModel | None = None
+        self.meter = StepMeter()
         self._is_draining = False
         self._stream: _Stream | None = None
         self._num_queued = 0
@@ -106,7 +109,7 @@ class GpuWorkerService(gpuworker_pb2_grpc.GpuWorkerServicer):
 
     def set_engine(self, engine: LoadedModel) -> None:
         """The model is loaded."""
-        self._engine = engine
+        self.engine = engine
 
     async def device_lost(self) -> None:
         """Waits until the device has failed in a step: this process cannot use the device again."""
@@ -188,7 +191,7 @@ class GpuWorkerService(gpuworker_pb2_grpc.GpuWorkerServicer):
             reader.cancel()
             if stream.is_current:
                 stream.is_current = False
-                self._run_on_model_thread(engine.runner.reset)
+                self._run_on_model_thread(partial(self._reset, engine))
 
     async def TransferBlocks(
         self, _chunks: AsyncIterator[gpuworker_pb2.BlockChunk], _context: Any
@@ -198,11 +201,11 @@ class GpuWorkerService(gpuworker_pb2_grpc.GpuWorkerServicer):
         )
 
     def _require_engine(self) -> LoadedModel:
-        if self._engine is None:
+        if self.engine is None:
             raise unavailable(
                 "MODEL_LOADING", "the model is being loaded", retry_after_s=_LOADING_RETRY_S
             )
-        return self._engine
+        return self.engine
 
     def _replace_stream(self, term: int) -> _Stream:
         """Ends the current stream and returns a new stream, which becomes current.
@@ -237,7 +240,7 @@ class GpuWorkerService(gpuworker_pb2_grpc.GpuWorkerServicer):
     ) -> None:
         """Hands plans to the model's thread as they arrive."""
         try:
-            self._run_on_model_thread(partial(_if_current, stream, engine.runner.reset))
+            self._run_on_model_thread(partial(_if_current, stream, partial(self._reset, engine)))
             async for message in plans:
                 await stream.room.acquire()
                 plan = wire.step_plan(message)
@@ -250,11 +253,28 @@ class GpuWorkerService(gpuworker_pb2_grpc.GpuWorkerServicer):
         self, engine: LoadedModel, stream: _Stream, plan: ReceivedPlan
     ) -> "asyncio.Future[ExecutedStep]":
         """Runs a stream's plan; the plan is dropped if the stream has ended by then."""
-        launch = partial(_if_current, stream, partial(engine.runner.launch, plan))
-        step = self._pipeline.submit(launch, lambda pending: _if_current(stream, pending.finish))
+        runner, meter, begun_s = engine.runner, self.meter, 0.0
+
+        def launch() -> PendingStep:
+            nonlocal begun_s
+            pending, begun_s = meter.launch(partial(runner.launch, plan), runner.num_requests)
+            return pending
+
+        def finish(pending: PendingStep) -> ExecutedStep:
+            return meter.finish(pending.finish, begun_s)
+
+        step = self._pipeline.submit(
+            partial(_if_current, stream, launch),
+            lambda pending: _if_current(stream, partial(finish, pending)),
+        )
         if plan.traceparent:
             step.add_done_callback(partial(_end_span, _begin_span(plan)))
         return self._noted(asyncio.wrap_future(step))
+
+    def _reset(self, engine: LoadedModel) -> None:
+        """Empties every row, on the model's thread."""
+        engine.runner.reset()
+        self.meter.reset()
 
     def _run_on_model_thread(self, work: Callable[[], Any]) -> "asyncio.Future[Any]":
         return self._noted(asyncio.get_running_loop().run_in_executor(self._model_thread, work))
@@ -272,8 +292,10 @@ class GpuWorkerService(gpuworker_pb2_grpc.GpuWorkerServicer):
         if self._num_queued == 0 and not self._require_engine().runner.num_requests:
             self._is_idle.set()
         # Marks the error as retrieved: no writer waits for a step whose stream has ended.
-        if not future.cancelled() and isinstance(future.exception(), torch.AcceleratorError):
-            self._is_device_lost.set()
+        if not future.cancelled() and (error := future.exception()) is not None:
+            self.meter.num_failed += not isinstance(error, _StaleStreamError)
+            if isinstance(error, torch.AcceleratorError):
+                self._is_device_lost.set()
 
     async def _finished(self, future: "asyncio.Future[ExecutedStep]") -> ExecutedStep:
         try:

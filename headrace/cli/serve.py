@@ -17,7 +17,7 @@ from headrace.cli.serving import ended, flags, make_config, model_options
 
 if TYPE_CHECKING:
     from headrace.client import ChannelConfig
-    from headrace.local import LocalConfig
+    from headrace.local import LocalConfig, LocalPool
     from headrace.service.serving import ServingConfig
 
 _DRAIN_TIMEOUT_S = 5.0
@@ -40,6 +40,13 @@ _SERVING = (
     show_default=True,
     help="Port to listen on; 0 takes a free one.",
 )
+@click.option(
+    "--admin-port",
+    type=click.IntRange(0, 65535),
+    help="Port of /metrics, /healthz and /readyz over HTTP, on 127.0.0.1; 0 takes a free one."
+    "  [default: the one after --port]",
+)
+@click.option("--no-admin", is_flag=True, help="Open no admin port.")
 @model_options
 @click.option(
     "--store-url",
@@ -89,6 +96,8 @@ _SERVING = (
 def serve(
     host: str,
     port: int,
+    admin_port: int | None,
+    no_admin: bool,
     drain_timeout_s: float | None,
     config_file: Path | None,
     **arguments: Any,
@@ -118,6 +127,7 @@ def serve(
             arguments,
             steps,
             listen=f"[{host}]:{port}" if ":" in host else f"{host}:{port}",
+            admin_listen="" if no_admin else _admin_listen(port, admin_port, config_file),
             store_url=store["store_url"],
             drain_timeout_s=seen.drain_timeout_s,
             file=config_file,
@@ -137,7 +147,25 @@ def _data_dir(model_name: str, port: int) -> Path:
     return default_data_dir(f"{re.sub(r'[^A-Za-z0-9._-]', '_', model_name)}-{port}")
 
 
-def _check_free(host: str, port: int) -> None:
+def _admin_listen(port: int, admin_port: int | None, file: Path | None) -> str:
+    """Where the router's admin port listens: the flag, else the settings, else beside the port."""
+    from headrace.service.admin import AdminConfig
+    from headrace.service.config import load
+
+    if admin_port is not None:
+        _check_free("127.0.0.1", admin_port, "--admin-port")
+        return f"127.0.0.1:{admin_port}"
+    if listen := load(AdminConfig, section="admin", file=file, environ=os.environ).listen:
+        return listen
+    beside = (port + 1) % 65536 if port else 0
+    try:
+        _check_free("127.0.0.1", beside)
+    except Failure:
+        return "127.0.0.1:0"
+    return f"127.0.0.1:{beside}"
+
+
+def _check_free(host: str, port: int, options: str = "--port or --host") -> None:
     """Reports a taken port now rather than after the model is loaded."""
     family = socket.AF_INET6 if ":" in host else socket.AF_INET
     try:
@@ -146,7 +174,7 @@ def _check_free(host: str, port: int) -> None:
         # The text after the reason repeats the address.
         reason = str(error.strerror).partition(" (while")[0]
         raise Failure(
-            f"cannot listen on {host}:{port} ({reason}); choose another --port or --host"
+            f"cannot listen on {host}:{port} ({reason}); choose another {options}"
         ) from error
 
 
@@ -211,7 +239,7 @@ async def _serve(config: "LocalConfig", steps: ProgressSteps, caller_options: st
     try:
         async with local_pool(config, tell=steps.begin, log=steps.log) as pool:
             steps.done()
-            click.echo(_welcome(config.model_name, pool.address, caller_options))
+            click.echo(_welcome(config.model_name, pool, caller_options))
             try:
                 raise ended(await pool.wait_failed())
             finally:
@@ -225,7 +253,9 @@ async def _serve(config: "LocalConfig", steps: ProgressSteps, caller_options: st
             loop.remove_signal_handler(number)
 
 
-def _welcome(model: str, address: str, caller_options: str) -> str:
+def _welcome(model: str, pool: "LocalPool", caller_options: str) -> str:
+    address = pool.address
+    admin = f"Metrics and probes: {pool.admin_url}/metrics\n" if pool.admin_url else ""
     server = "" if address == "127.0.0.1:8700" else f" --server {address}"
     server += caller_options
     return (
@@ -233,5 +263,6 @@ def _welcome(model: str, address: str, caller_options: str) -> str:
         f"  headrace chat{server}\n"
         f'  headrace generate{server} --chat "Why is the sky blue?"\n'
         f"  headrace top{server}\n"
+        f"{admin}"
         "Ctrl-C stops it."
     )

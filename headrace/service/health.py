@@ -28,7 +28,7 @@ class Health(health_pb2_grpc.HealthServicer):
 
     def __init__(self, service_names: Iterable[str]) -> None:
         self._names = ("", *service_names)
-        self._is_serving = False
+        self.is_serving = False
         self._changed = asyncio.Event()
         self.watchers = CallLimit(_MAX_WATCHERS)
 
@@ -38,7 +38,7 @@ class Health(health_pb2_grpc.HealthServicer):
 
     def set_serving(self, is_serving: bool) -> None:
         """Changes the status and wakes the watchers, without waiting for them."""
-        self._is_serving = is_serving
+        self.is_serving = is_serving
         self._changed.set()
         self._changed = asyncio.Event()
 
@@ -71,4 +71,4 @@ class Health(health_pb2_grpc.HealthServicer):
 
     @property
     def _status(self) -> health_pb2.HealthCheckResponse:
-        return _Status(status=_Status.SERVING if self._is_serving else _Status.NOT_SERVING)
+        return _Status(status=_Status.SERVING if self.is_serving else _Status.NOT_SERVING)

@@ -27,7 +27,7 @@ class ProcessConfig(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
         Literal["debug", "info", "warning", "error"], help_text("Least severe line to log.")
     ] = "info"
     otlp_endpoint: Annotated[
-        str, help_text("OTLP/gRPC collector for traces, e.g. http://127.0.0.1:4317.")
+        str, help_text("OTLP/gRPC collector for traces and metrics, e.g. http://127.0.0.1:4317.")
     ] = ""
     address_file: Annotated[
         str, help_text("Write the bound host:port to this file once listening.")

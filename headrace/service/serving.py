@@ -140,6 +140,10 @@ class GrpcServer:
             return listen
         return f"{listen.rpartition(':')[0]}:{port}"
 
+    def is_serving(self) -> bool:
+        """The status that health checks report."""
+        return self._health.is_serving
+
     def set_serving(self, is_serving: bool) -> None:
         """Sets the status that health checks report."""
         self._health.set_serving(is_serving)

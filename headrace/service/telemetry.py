@@ -13,7 +13,7 @@ import os
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextvars import ContextVar
 from dataclasses import dataclass, field
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, Literal
 
 import grpc
 import grpc.aio
@@ -27,6 +27,7 @@ from headrace.service.config import ConfigError
 from headrace.service.handlers import Behaviour, surround
 
 if TYPE_CHECKING:
+    from opentelemetry.sdk.resources import Resource
     from opentelemetry.sdk.trace import TracerProvider
 
 Attributes = Mapping[str, str | int | float | bool | Sequence[str]]
@@ -50,7 +51,7 @@ RPC_METHOD = "rpc.method"
 RPC_STATUS_CODE = "rpc.response.status_code"
 
 # A collector that hangs must not delay the end of a service for longer than this.
-_EXPORT_TIMEOUT_S = 2.0
+EXPORT_TIMEOUT_S = 2.0
 _FLUSH_TIMEOUT_MS = 2_000
 
 _PROPAGATOR = TraceContextTextMapPropagator()
@@ -107,27 +108,45 @@ def setup(service_name: str, endpoint: str | None = None) -> Telemetry:
         ConfigError: the endpoint has another form.
     """
     global _tracer  # noqa: PLW0603
-    endpoint = (
-        endpoint
-        or os.environ.get("OTEL_EXPORTER_OTLP_TRACES_ENDPOINT")
-        or os.environ.get("OTEL_EXPORTER_OTLP_ENDPOINT")
-    )
-    if not endpoint or os.environ.get("OTEL_SDK_DISABLED", "").lower() == "true":
+    endpoint = endpoint_for("TRACES", endpoint)
+    if not endpoint:
         return Telemetry()
-    if not endpoint.startswith(("http://", "https://")):
-        raise ConfigError(f"OTLP endpoint {endpoint!r} must begin with http:// or https://")
 
     from opentelemetry.exporter.otlp.proto.grpc.trace_exporter import OTLPSpanExporter
-    from opentelemetry.sdk.resources import Resource
     from opentelemetry.sdk.trace import TracerProvider
     from opentelemetry.sdk.trace.export import BatchSpanProcessor
 
-    resource = Resource.create({"service.name": os.environ.get("OTEL_SERVICE_NAME", service_name)})
-    provider = TracerProvider(resource=resource, shutdown_on_exit=False)
-    exporter = OTLPSpanExporter(endpoint=endpoint, timeout=_EXPORT_TIMEOUT_S)
+    provider = TracerProvider(resource=resource_of(service_name), shutdown_on_exit=False)
+    exporter = OTLPSpanExporter(endpoint=endpoint, timeout=EXPORT_TIMEOUT_S)
     provider.add_span_processor(BatchSpanProcessor(exporter))
     _tracer = provider.get_tracer("headrace")
     return Telemetry(provider, [ServerSpans()])
+
+
+def endpoint_for(signal: Literal["TRACES", "METRICS"], endpoint: str | None) -> str:
+    """Where a signal is sent: the endpoint if given, else OpenTelemetry's variables; "" is off.
+
+    Raises:
+        ConfigError: the endpoint has another form than `setup` says.
+    """
+    environ = os.environ
+    endpoint = (
+        endpoint
+        or environ.get(f"OTEL_EXPORTER_OTLP_{signal}_ENDPOINT")
+        or environ.get("OTEL_EXPORTER_OTLP_ENDPOINT")
+    )
+    if not endpoint or environ.get("OTEL_SDK_DISABLED", "").lower() == "true":
+        return ""
+    if not endpoint.startswith(("http://", "https://")):
+        raise ConfigError(f"OTLP endpoint {endpoint!r} must begin with http:// or https://")
+    return endpoint
+
+
+def resource_of(service_name: str) -> "Resource":
+    """What this process is, on all that it sends; OTEL_SERVICE_NAME wins."""
+    from opentelemetry.sdk.resources import Resource
+
+    return Resource.create({"service.name": os.environ.get("OTEL_SERVICE_NAME", service_name)})
 
 
 def begin_span(

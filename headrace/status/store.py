@@ -112,6 +112,16 @@ class StatusStore:
         return self._behind.num_refused if self._backend is not None else 0
 
     @property
+    def lag_s(self) -> float:
+        """How long the oldest queued item has waited; 0 when there is none."""
+        return self._behind.lag_s if self._backend is not None else 0.0
+
+    @property
+    def num_waiting(self) -> int:
+        """Completions that have something queued."""
+        return self._behind.num_waiting if self._backend is not None else 0
+
+    @property
     def source(self) -> JournalSource | None:
         """Where tokens and final updates come from; asked before each batch."""
         return self._behind.source if self._backend is not None else None

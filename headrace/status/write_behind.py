@@ -112,6 +112,16 @@ class WriteBehind:
         """Whether the store is there and nothing waits for long."""
         return self.is_healthy and self._queue.lag_s < _MAX_LAG_S
 
+    @property
+    def lag_s(self) -> float:
+        """How long the oldest queued item has waited; 0 when there is none."""
+        return self._queue.lag_s
+
+    @property
+    def num_waiting(self) -> int:
+        """Completions that have something queued."""
+        return len(self._queue)
+
     def put(self, update: Update) -> None:
         """Queues an update; never waits."""
         # The record may be there again; a completion whose record is lost gets no other chance.

@@ -5,7 +5,7 @@ request that no worker has credit for is skipped (`pass_over`) until the end of 
 (`put_back`); until then the next request in order is at the head.
 """
 
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 from typing import Generic, TypeVar
 
 from headrace.lazy_heap import LazyHeap
@@ -43,6 +43,11 @@ class ModelQueue(Generic[T]):
     def load(self) -> QueueLoad:
         """The load of all tenants."""
         return QueueLoad(len(self._entry_by_key), self.num_tokens)
+
+    @property
+    def load_by_tenant(self) -> Mapping[str, QueueLoad]:
+        """The load of each tenant that has a request waiting."""
+        return self._load_by_tenant
 
     def load_of(self, tenant: str) -> QueueLoad:
         """The load of one tenant."""

@@ -142,8 +142,10 @@ def pool_faults(pool: BlockPool, holders: NDArray[np.intp]) -> list[str]:
         for digest, block_id in found
         if digests[block_id] != digest
     ]
-    if len(found) != (num_cached := int(is_cached.sum())):
+    if len(found) != (num_cached := np.count_nonzero(is_cached)):
         faults.append(f"{num_cached} blocks have a digest and {len(found)} are found by it")
+    if pool.num_free_cached != (num_both := np.count_nonzero(is_free & is_cached)):
+        faults.append(f"{num_both} free blocks are cached, and {pool.num_free_cached} are counted")
     return faults
 
 

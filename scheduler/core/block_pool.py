@@ -18,6 +18,8 @@ class BlockPool:
         self._is_caching = enable_prefix_caching
         self._free: OrderedDict[int, None] = OrderedDict.fromkeys(range(1, num_blocks))
         self._num_refs = [0] * num_blocks
+        # Free blocks that are cached.
+        self.num_free_cached = 0
         self._digest_by_block: list[bytes | None] = [None] * num_blocks
         # Most digests have one block; several are kept in the order of registration.
         self._blocks_by_digest: dict[bytes, int | dict[int, None]] = {}
@@ -59,6 +61,7 @@ class BlockPool:
             block_id = pop(last=False)[0]
             if digests[block_id] is not None:
                 self._forget(block_id)
+                self.num_free_cached -= 1
             num_refs[block_id] = 1
             allocated.append(block_id)
         return allocated
@@ -69,6 +72,7 @@ class BlockPool:
         for block_id in block_ids:
             if num_refs[block_id] == 0:
                 del free[block_id]
+                self.num_free_cached -= 1
             num_refs[block_id] += 1
 
     def release(self, block_ids: Sequence[int]) -> None:
@@ -88,6 +92,7 @@ class BlockPool:
                 useless.append(block_id)
             else:
                 free[block_id] = None
+                self.num_free_cached += self._is_caching
         for block_id in reversed(useless):
             free[block_id] = None
             free.move_to_end(block_id, last=False)
@@ -122,10 +127,12 @@ class BlockPool:
         """Drop the cached contents of blocks."""
         for block_id in block_ids:
             self._forget(block_id)
+            self.num_free_cached -= not self._num_refs[block_id]
 
     def forget_all(self) -> None:
         """Drop every cached content; the free list keeps its order."""
         self._blocks_by_digest.clear()
+        self.num_free_cached = 0
         self._digest_by_block = [None] * len(self._digest_by_block)
 
     def _forget(self, block_id: int) -> None:
@@ -161,3 +168,5 @@ class BlockPool:
             self._num_refs[block_id] += 1
         for digest, block_ids in cached:
             self.register(block_ids, [digest] * len(block_ids))
+        digests = self._digest_by_block
+        self.num_free_cached = sum(digests[block_id] is not None for block_id in self._free)

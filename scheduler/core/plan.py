@@ -227,6 +227,15 @@ class StepFacts:
 NO_FACTS = StepFacts()
 
 
+@dataclass(frozen=True, slots=True)
+class KvBlocks:
+    """Blocks that requests hold, free blocks with cached contents, and other free blocks."""
+
+    num_held: int
+    num_cached: int
+    num_empty: int
+
+
 @dataclass(slots=True)
 class PrefixCacheStats:
     """Prefix cache use of admissions since the last call; resumed ones are counted apart."""

@@ -19,6 +19,7 @@ from scheduler.core.plan import (
     BoolArray,
     FinishedRequest,
     Int32Array,
+    KvBlocks,
     NewRequest,
     Pause,
     PrefixCacheStats,
@@ -68,6 +69,13 @@ class SchedulerCore:
     def num_free_blocks(self) -> int:
         """Unreferenced blocks, including cached ones."""
         return self.state.kv.pool.num_free
+
+    @property
+    def kv_blocks(self) -> KvBlocks:
+        """All blocks by who needs them."""
+        pool = self.state.kv.pool
+        num_cached = pool.num_free_cached
+        return KvBlocks(pool.num_usable - pool.num_free, num_cached, pool.num_free - num_cached)
 
     @property
     def has_unfinished(self) -> bool:

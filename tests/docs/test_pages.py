@@ -38,6 +38,8 @@ REASON = re.compile(
 
 def test_the_settings_page_is_what_the_services_read():
     assert generate.PAGE.read_text(encoding="utf-8") == generate.page(), "run `make docs`"
+    page = generate.METRICS_PAGE.read_text(encoding="utf-8")
+    assert page == generate.metrics_page(), "run `make docs`"
 
 
 @pytest.mark.parametrize("path", sorted(set(PATHS)))

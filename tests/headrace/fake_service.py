@@ -37,6 +37,8 @@ async def main() -> None:
     parser.add_argument("name")
     parser.add_argument("--listen")
     parser.add_argument("--address-file")
+    parser.add_argument("--admin-listen")
+    parser.add_argument("--admin-address-file", type=Path)
     parser.add_argument("--config", type=Path)
     parser.add_argument("--tls-cert-file")
     parser.add_argument("--tls-key-file")
@@ -61,6 +63,8 @@ async def main() -> None:
     _, server, address = await fake_inference.start(config)
     stop = stop_asked()
     write_address(ProcessConfig(address_file=arguments.address_file), address)
+    if arguments.admin_listen:
+        arguments.admin_address_file.write_text("http://127.0.0.1:1", encoding="utf-8")
     if behaviour == "stubborn":
         signal.signal(signal.SIGTERM, signal.SIG_IGN)
         await asyncio.Event().wait()

@@ -232,12 +232,12 @@ class RouterMachine(RuleBasedStateMachine):
         router = self.bench.router
         requests = router.live._requests.values()
         assert sum(request.has_reader for request in requests) == len(self.stays)
-        assert router.live.num_accepted == sum(router.live.num_ended.values()) + len(requests)
+        assert router.meters.num_accepted == sum(router.meters.num_ended.values()) + len(requests)
         assert router.num_live == len(requests) + len(self.reading)
         assert {r.number for r in router._orphans} <= {r.number for r in requests}
         assert router._gate.permits.num_live == router.num_live
         assert router._gate.num_reading == len(self.reading)
-        assert set(router.live.num_ended) <= set(FinishReason)
+        assert set(router.meters.num_ended) <= set(FinishReason)
 
     @invariant()
     def every_completion_is_in_one_place(self):

@@ -121,7 +121,7 @@ class Bench:
         assert router.pool.num_in_flight() == 0
         assert router._dispatcher.queue.load.num_tokens == 0
         assert router._dispatcher._restraint.num_streams == 0
-        assert router.live.num_accepted == sum(router.live.num_ended.values())
+        assert router.meters.num_accepted == sum(router.meters.num_ended.values())
         assert all(not link.sent for link in self.links.values())
 
 

@@ -236,7 +236,9 @@ async def test_four_completions_aborted_a_thousand_times_leave_no_residue_anywhe
         for batch in range(50):
             await asyncio.gather(*(one(batch * 20 + number) for number in range(20)))
         await stack.until(lambda: stack.is_empty and running.is_free())
-        assert stack.router.live.num_accepted == 1000 == sum(stack.router.live.num_ended.values())
+        assert (
+            stack.router.meters.num_accepted == 1000 == sum(stack.router.meters.num_ended.values())
+        )
         assert await stack.text(request_id="last", sampling={"max_tokens": 2}) is not None
         assert len(running.rows_held()) <= 1
 

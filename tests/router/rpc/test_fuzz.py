@@ -108,7 +108,7 @@ async def test_any_requests_at_once_are_answered_and_leave_nothing(fuzzed, reque
     assert not NEVER & set(codes)
     await fuzzed.until(lambda: fuzzed.is_empty and not fuzzed.scheduler.live)
     router = fuzzed.router
-    assert router.live.num_accepted == sum(router.live.num_ended.values())
+    assert router.meters.num_accepted == sum(router.meters.num_ended.values())
 
 
 @pytest.mark.parametrize("method", ["Abort", "GetStatus", "Explain", "Resume", "ListModels"])

@@ -198,7 +198,7 @@ async def test_four_completions_aborted_again_and_again_leave_nothing(stack):
     for batch in range(2):
         await asyncio.gather(*(one(batch * 40 + number) for number in range(40)))
     await stack.until(lambda: stack.is_empty and not stack.scheduler.live)
-    assert stack.router.live.num_accepted == sum(stack.router.live.num_ended.values())
+    assert stack.router.meters.num_accepted == sum(stack.router.meters.num_ended.values())
 
 
 async def test_every_request_let_in_is_live_or_has_ended_at_every_instant(stack):
@@ -213,7 +213,7 @@ async def test_every_request_let_in_is_live_or_has_ended_at_every_instant(stack)
 
     async def watch():
         while not is_over:
-            assert router.live.num_accepted == sum(router.live.num_ended.values()) + len(
+            assert router.meters.num_accepted == sum(router.meters.num_ended.values()) + len(
                 router.live._requests
             )
             await asyncio.sleep(0)
@@ -234,8 +234,8 @@ async def test_every_request_let_in_is_live_or_has_ended_at_every_instant(stack)
     await stack.until(lambda: stack.is_empty)
     is_over = True
     await watcher
-    assert router.live.num_accepted == sum(router.live.num_ended.values())
-    assert len(router.live.num_ended) >= 2
+    assert router.meters.num_accepted == sum(router.meters.num_ended.values())
+    assert len(router.meters.num_ended) >= 2
 
 
 async def test_one_huge_prompt_does_not_hold_up_fifty_short_ones(stack):
