@@ -82,6 +82,11 @@ scrape `headrace_requests_accepted_total` is the sum of `headrace_requests_ended
 Labels have few values. A tenant with limits of its own has its name in `tenant`, and so have the
 first 32 others; the rest are `other`. No label has a request's id. Counters begin at 0 when a
 process starts. A histogram has `_bucket`, `_sum` and `_count` behind its name.
+
+For Grafana import [dashboard.json](../helm/headrace/monitoring/dashboard.json); for Prometheus
+take [rules.yaml](../helm/headrace/monitoring/rules.yaml), whose alerts are tested by
+`promtool test rules` with `rules.test.yaml` beside it. Both use these metrics only, and work
+without the chart.
 """
 
 _VLLM_HEAD = """

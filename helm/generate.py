@@ -1,8 +1,8 @@
-"""Writes what is generated of the chart: values.yaml, values.schema.json and the table of values.
+"""Writes what is generated of the chart: values, their schema and table, and the dashboard.
 
     python helm/generate.py [--check]
 
---check writes nothing and fails when a file is not what is declared in helm/values.py.
+--check writes nothing and fails when a file is not what is declared in helm/.
 """
 
 import json
@@ -16,6 +16,7 @@ import yaml
 
 sys.path.insert(0, str(Path(__file__).parents[1]))
 
+from helm import dashboard
 from helm.declare import Section, Value
 from helm.values import CHART
 
@@ -51,6 +52,7 @@ def files() -> dict[Path, str]:
     return {
         FOLDER / "values.yaml": _VALUES_HEAD + "\n".join(_yaml(CHART, 0)) + "\n",
         FOLDER / "values.schema.json": json.dumps(schema, indent=1) + "\n",
+        FOLDER / "monitoring" / "dashboard.json": dashboard.page(),
         FOLDER / "README.md": _README_HEAD + "\n".join(rows) + "\n",
     }
 
