@@ -39,8 +39,10 @@ _SERVICES: dict[str, dict[str, type[msgspec.Struct]]] = {
 
 # What the chart writes itself, by section.
 SET_BY_THE_CHART: dict[str, frozenset[str]] = {
-    "router": frozenset({"router_id", "scheduler", "model", "model_name", "store_url"}),
-    "scheduler": frozenset({"scheduler_id", "worker", "store_url"}),
+    "router": frozenset(
+        {"router_id", "scheduler", "scheduler_selector", "model", "model_name", "store_url"}
+    ),
+    "scheduler": frozenset({"scheduler_id", "worker", "worker_selector", "store_url"}),
     "gpuworker": frozenset({"model", "model_name", "worker_id", "device", "dtype", "role"}),
     "serving": frozenset(
         {

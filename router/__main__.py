@@ -20,8 +20,10 @@ import click
 from headrace.service import config, telemetry
 from headrace.service.admin import AdminConfig
 from headrace.service.channels import ChannelConfig, open_channel
+from headrace.service.discovery import DiscoveryConfig, open_source
 from headrace.service.model_files import ModelFilesError, resolve
 from headrace.service.monitoring import publish_metrics
+from headrace.service.peers import PeerSource
 from headrace.service.process import ProcessConfig, keep_for_good, run, write_address
 from headrace.service.serving import GrpcServer, ServingConfig, stop_asked
 from headrace.status.states import Writer
@@ -47,6 +49,7 @@ from router.rpc.access import FULL_NAME, TENANT_METHODS
 from router.rpc.inference import InferenceService, Services
 from router.rpc.model_defaults import ModelDefaults, read_defaults
 from router.rpc.scheduler_client import SchedulerClient
+from router.rpc.schedulers import Schedulers
 from router.rules import Rules
 from router.status_log import Identity, StatusLog
 from router.take_up import TakeUps
@@ -69,6 +72,7 @@ _CLOSE_STREAMS_S = 2.0
     "serving": (PublicServing, ""),
     "admin": (AdminConfig, "admin"),
     "channel": (ChannelConfig, "scheduler"),
+    "discovery": (DiscoveryConfig, "discovery"),
     "process": (ProcessConfig, ""),
 })  # fmt: skip
 def main(settings: dict[str, Any]) -> None:
@@ -76,8 +80,8 @@ def main(settings: dict[str, Any]) -> None:
     router = settings["router"]
     streams, tenant, tenants = (settings.pop(key) for key in ("streams", "tenant", "tenants"))
     rules = rules_of(router, streams, settings["recovery"], tenant, tenants)
-    if not router.scheduler:
-        raise config.ConfigError("give at least one --scheduler HOST:PORT")
+    discovery = settings.pop("discovery")
+    source = open_source(discovery, router.scheduler, router.scheduler_selector, flag="scheduler")
     if not router.model:
         raise config.ConfigError("give --model, where the tokenizer is")
     models, defaults = load_models(router)
@@ -89,7 +93,14 @@ def main(settings: dict[str, Any]) -> None:
     run(
         "router",
         settings["process"],
-        serve(**settings, rules=rules, models=models, defaults=defaults, prompts=prompts),
+        serve(
+            **settings,
+            source=source,
+            rules=rules,
+            models=models,
+            defaults=defaults,
+            prompts=prompts,
+        ),
     )
 
 
@@ -102,6 +113,7 @@ async def serve(
     admin: AdminConfig,
     process: ProcessConfig,
     rules: Rules,
+    source: PeerSource,
     models: Mapping[str, ModelText],
     defaults: Mapping[str, ModelDefaults],
     prompts: PromptReader,
@@ -116,14 +128,12 @@ async def serve(
             await prompts.start()
         except ChatTemplateError as error:
             raise config.ConfigError(f"--model {router.model}: {error}") from error
-        channels = {address: open_channel(address, channel) for address in router.scheduler}
-        for opened in channels.values():
-            stack.push_async_callback(opened.close)
         live = build_router(router, rules, store, identity)
-        schedulers = [
-            SchedulerClient(address, opened, live, router_id=identity.router_id)
-            for address, opened in channels.items()
-        ]
+        schedulers = Schedulers(
+            source,
+            lambda address: open_channel(address, channel),
+            functools.partial(SchedulerClient, router=live, router_id=identity.router_id),
+        )
         take_ups = build_take_ups(live, store, identity, models)
         services = Services(
             router=live,
@@ -163,7 +173,7 @@ async def serve(
                 ),
                 tasks.create_task(lost.run()),
                 tasks.create_task(live.run_deadlines()),
-                *(tasks.create_task(scheduler.run()) for scheduler in schedulers),
+                tasks.create_task(schedulers.run()),
             ]
             server.set_serving(True)
             await stop.wait()

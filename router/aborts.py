@@ -7,7 +7,7 @@ request without our knowledge is fenced off by its epoch.
 
 import asyncio
 import logging
-from collections.abc import Collection, Mapping, Sequence
+from collections.abc import Collection, Iterable, Mapping, Sequence
 from typing import Protocol
 
 from headrace.service.errors import ServiceError
@@ -44,7 +44,7 @@ class Aborts:
         router: Router,
         take_ups: TakeUps,
         store: StatusStore,
-        schedulers: Sequence[AbortingScheduler],
+        schedulers: Iterable[AbortingScheduler],
     ) -> None:
         self._router = router
         self._take_ups = take_ups

@@ -21,6 +21,13 @@ class RouterConfig(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
         str, help_text("Name of this router in logs and traces; empty is the host's name.")
     ] = ""
     scheduler: Annotated[tuple[str, ...], help_text("host:port of a scheduler.")] = ()
+    scheduler_selector: Annotated[
+        str,
+        help_text(
+            "Labels of schedulers' pods, for discovery by Kubernetes, e.g."
+            " app.kubernetes.io/component=scheduler."
+        ),
+    ] = ""
     model: Annotated[
         str, help_text("Where the tokenizer is: a model folder, a GGUF file, or a model's name.")
     ] = ""

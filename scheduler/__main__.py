@@ -11,7 +11,9 @@ import click
 from headrace.service import config, telemetry
 from headrace.service.admin import AdminConfig
 from headrace.service.channels import ChannelConfig
+from headrace.service.discovery import DiscoveryConfig, open_source
 from headrace.service.monitoring import publish_metrics
+from headrace.service.peers import PeerSource
 from headrace.service.process import ProcessConfig, keep_for_good, run, write_address
 from headrace.service.serving import GrpcServer, ServingConfig, stop_asked
 from headrace.status.states import Writer
@@ -19,6 +21,7 @@ from headrace.status.store import StatusStore
 from scheduler import metrics
 from scheduler.build import build_pool, keep_journal
 from scheduler.config import PoolSettings, SchedulerSettings
+from scheduler.following import follow
 from scheduler.orphans import Orphans
 from scheduler.request_log import RequestLog
 from scheduler.rpc.gpuworker_client import GpuWorkerClient
@@ -38,13 +41,14 @@ _CLOSE_STREAMS_S = 2.0
     "serving": (ServingConfig, ""),
     "admin": (AdminConfig, "admin"),
     "channel": (ChannelConfig, "worker"),
+    "discovery": (DiscoveryConfig, "discovery"),
     "process": (ProcessConfig, ""),
 })  # fmt: skip
 def main(settings: dict[str, Any]) -> None:
     """Decide each step of the gpuworkers it is given, and stream their tokens to routers."""
-    if not settings["scheduler"].worker:
-        raise config.ConfigError("give at least one --worker HOST:PORT")
-    run("scheduler", settings["process"], serve(**settings))
+    scheduler, discovery = settings["scheduler"], settings.pop("discovery")
+    source = open_source(discovery, scheduler.worker, scheduler.worker_selector, flag="worker")
+    run("scheduler", settings["process"], serve(**settings, source=source))
 
 
 async def serve(
@@ -54,6 +58,8 @@ async def serve(
     admin: AdminConfig,
     channel: ChannelConfig,
     process: ProcessConfig,
+    *,
+    source: PeerSource,
 ) -> None:
     """Serve until SIGTERM or SIGINT, then finish what is live and stop."""
     scheduler_id = scheduler.scheduler_id or platform.node()
@@ -66,10 +72,8 @@ async def serve(
         term = time.time_ns()
         log = RequestLog(store, scheduler_id, str(term), clock=time.time)
         switchboard = Switchboard(log)
-        connectors = {
-            address: GpuWorkerClient(address, channel, term=term) for address in scheduler.worker
-        }
-        workers = build_pool(connectors, switchboard, scheduler, pool, clock=time.time)
+        workers = build_pool(switchboard, scheduler, pool, clock=time.time)
+        following = follow(source, workers, lambda at: GpuWorkerClient(at, channel, term=term))
         orphans = Orphans(
             switchboard.requests,
             ttl_s=pool.orphan_ttl_s,
@@ -93,7 +97,7 @@ async def serve(
         )
         async with publishing, asyncio.TaskGroup() as tasks:
             lease = store.hold_lease("scheduler", scheduler_id, str(term))
-            jobs = (store.run(), lease, workers.run(), orphans.run())
+            jobs = (store.run(), lease, workers.run(), orphans.run(), following)
             background = [tasks.create_task(job) for job in jobs]
             server.set_serving(True)
             await stop.wait()

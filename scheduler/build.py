@@ -1,6 +1,6 @@
 """Builds a pool whose engines run SchedulerCore."""
 
-from collections.abc import Callable, Mapping
+from collections.abc import Callable
 from dataclasses import replace
 from functools import partial
 from pathlib import Path
@@ -17,7 +17,7 @@ from scheduler.pool import Pool
 from scheduler.replay.recording import Recording, path_for
 from scheduler.switchboard import Switchboard
 from scheduler.token_journal import TokenJournal
-from scheduler.worker import WorkerConnector, WorkerSpec, WorkerStream
+from scheduler.worker import WorkerSpec, WorkerStream
 
 
 def core_config(info: WorkerSpec, settings: SchedulerSettings) -> SchedulerConfig:
@@ -59,18 +59,17 @@ def as_driven(info: WorkerSpec, config: SchedulerConfig) -> WorkerSpec:
 
 
 def build_pool(
-    connectors: Mapping[str, WorkerConnector],
     switchboard: Switchboard,
     settings: SchedulerSettings,
     pool_settings: PoolSettings,
     *,
     clock: Callable[[], float],
 ) -> Pool:
-    """A pool over the workers behind `connectors` (by address); clock: seconds since the epoch."""
+    """A pool without workers; clock: seconds since the epoch."""
 
     def make_engine(info: WorkerSpec, stream: WorkerStream) -> WorkerEngine:
         config = core_config(info, settings)
-        recording = _recording(config, info, settings, is_only_worker=len(connectors) == 1)
+        recording = _recording(config, info, settings, is_only_worker=pool.num_workers == 1)
         return WorkerEngine(
             recording.recorder if recording else SchedulerCore(config),
             stream,
@@ -83,7 +82,8 @@ def build_pool(
             recording=recording,
         )
 
-    return Pool(connectors, make_engine, switchboard, pool_settings, clock=clock)
+    pool = Pool(make_engine, switchboard, pool_settings, clock=clock)
+    return pool
 
 
 def keep_journal(store: StatusStore, switchboard: Switchboard, orphans: Orphans) -> None:

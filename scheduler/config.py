@@ -13,6 +13,13 @@ class SchedulerSettings(msgspec.Struct, frozen=True, forbid_unknown_fields=True)
 
     scheduler_id: Annotated[str, help_text("Name of this scheduler; the host's if empty.")] = ""
     worker: Annotated[tuple[str, ...], help_text("host:port of a gpuworker to drive.")] = ()
+    worker_selector: Annotated[
+        str,
+        help_text(
+            "Labels of gpuworkers' pods, for discovery by Kubernetes, e.g."
+            " app.kubernetes.io/component=gpuworker."
+        ),
+    ] = ""
     store_url: Annotated[
         str,
         help_text(

@@ -8,6 +8,7 @@ the worker's stream; when the stream breaks, `take_requests` hands over the unfi
 import asyncio
 from collections import deque
 from collections.abc import Callable, Sequence
+from functools import partial
 
 import numpy as np
 
@@ -101,7 +102,7 @@ class WorkerEngine:
         self.num_steps = 0
         # The pool gives a worker's engines the same meter.
         self.meter = WorkerMeter()
-        # The worker has said that it is shutting down: the worker gets no new requests.
+        # The worker shuts down, or is to be left: the worker gets no new requests.
         self.is_draining = False
 
     @property
@@ -165,6 +166,12 @@ class WorkerEngine:
         """Pause or continue a request before the next step."""
         request.is_paused = is_paused
         self._tell(Pausing(request))
+
+    def drain(self) -> None:
+        """Get no new requests; `run` ends with WorkerDrainedError when none is left."""
+        self.is_draining = True
+        self._switchboard.changes.notify()
+        self._wake.set()
 
     async def audit(self, patience_s: float) -> LedgerAudit | None:
         """Audit the ledger with the next plan; None: the engine has ended. See `Auditor`."""
@@ -239,8 +246,7 @@ class WorkerEngine:
         while True:
             match await self._stream.receive():
                 case Draining():
-                    self.is_draining = True
-                    self._switchboard.changes.notify()
+                    self.drain()
                 case result:
                     self._results.append((result, asyncio.get_running_loop().time()))
             self._wake.set()
@@ -359,13 +365,8 @@ class WorkerEngine:
         times = (flight.sent_s, came_s)
         self.meter.got_result(flight.plan, *times, num_tokens, drafts, is_dry=is_dry)
         if len(output.keys) or ends or admissions:
-            self._switchboard.publish(
-                output,
-                draft_counts=drafts,
-                ends=ends,
-                admissions=admissions,
-                logprobs=logprobs,
-            )
+            publish = partial(self._switchboard.publish, output, draft_counts=drafts)
+            publish(ends=ends, admissions=admissions, logprobs=logprobs)
         self.num_steps += 1
         self._is_worth_planning = True
         self._last_progress_s = asyncio.get_running_loop().time()

@@ -6,19 +6,20 @@ lost. Requests of a lost worker are stranded (see `stranded`) until another work
 
 import asyncio
 import logging
-from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass, field, replace
+from collections.abc import Callable, Sequence
+from dataclasses import replace
 
 from headrace.service.errors import CALL_ENDS
 from headrace.vocabulary import RefusalReason, WorkerState
 from scheduler.config import PoolSettings
 from scheduler.core.explain import RequestExplanation
-from scheduler.core.plan import Int32Array, RequestStatus
+from scheduler.core.plan import RequestStatus
 from scheduler.engine import WorkerEngine
-from scheduler.metrics import WorkerMeter
+from scheduler.fitness import busyness, refusal
+from scheduler.managed import ManagedWorker, WorkerLoad
 from scheduler.past import joined
 from scheduler.quarantine import Quarantine
-from scheduler.requests import NO_ROUTER, LiveRequest, Submission, largest_id
+from scheduler.requests import NO_ROUTER, LiveRequest, Submission
 from scheduler.stranded import StrandedRequests
 from scheduler.switchboard import Switchboard
 from scheduler.updates import NotTaken
@@ -42,47 +43,20 @@ _DRAIN_CHECK_S = 0.05
 MakeEngine = Callable[[WorkerSpec, WorkerStream], WorkerEngine]
 
 
-@dataclass(slots=True, eq=False)
-class ManagedWorker:
-    """One worker address; owned by its task in the pool."""
-
-    address: str
-    connector: WorkerConnector
-    quarantine: Quarantine
-    state: WorkerState = WorkerState.STARTING
-    info: WorkerSpec | None = None
-    engine: WorkerEngine | None = None
-    meter: WorkerMeter = field(default_factory=WorkerMeter)
-
-
-@dataclass(frozen=True, slots=True)
-class WorkerLoad:
-    """A worker's load for routers; num_waiting: requests without a row that are not paused."""
-
-    info: WorkerSpec
-    state: WorkerState
-    num_free_blocks: int = 0
-    num_running: int = 0
-    num_waiting: int = 0
-
-
 class Pool:
     """Owns the workers, their engines, and the requests that no worker has."""
 
     def __init__(
         self,
-        connectors: Mapping[str, WorkerConnector],
         make_engine: MakeEngine,
         switchboard: Switchboard,
         settings: PoolSettings,
         *,
         clock: Callable[[], float],
     ) -> None:
-        """connectors by address; clock gives seconds since the epoch."""
-        self._workers = [
-            ManagedWorker(address, connector, Quarantine(settings.quarantine_s))
-            for address, connector in connectors.items()
-        ]
+        """clock gives seconds since the epoch."""
+        self._workers: list[ManagedWorker] = []
+        self._tasks: asyncio.TaskGroup | None = None
         self._make_engine = make_engine
         self._switchboard = switchboard
         self._settings = settings
@@ -93,10 +67,39 @@ class Pool:
 
     async def run(self) -> None:
         """Drive the workers until cancelled."""
-        async with asyncio.TaskGroup() as tasks:
+        async with asyncio.TaskGroup() as self._tasks:
             for worker in self._workers:
-                tasks.create_task(self._drive(worker), name=f"drive {worker.address}")
-            tasks.create_task(self._stranded.run(), name="watch requests without a worker")
+                self._begin(worker)
+            self._tasks.create_task(self._stranded.run(), name="watch requests without a worker")
+
+    def add(self, address: str, connector: WorkerConnector) -> None:
+        """Drive one more worker. The pool closes the connector."""
+        worker = ManagedWorker(address, connector, Quarantine(self._settings.quarantine_s))
+        self._workers.append(worker)
+        if self._tasks is not None:
+            self._begin(worker)
+
+    def retire(self, address: str) -> None:
+        """Give a worker nothing new, and leave the worker when it has no request left."""
+        for worker in self._workers:
+            if worker.address == address and not worker.is_leaving:
+                worker.is_leaving = True
+                if worker.engine is not None:
+                    worker.engine.drain()
+                elif worker.task is not None:
+                    worker.task.cancel()
+
+    def num_requests(self, address: str) -> int | None:
+        """Requests on the worker at an address; None when no worker is driven there."""
+        found = [worker for worker in self._workers if worker.address == address]
+        if not found:
+            return None
+        return sum(worker.engine.num_requests for worker in found if worker.engine is not None)
+
+    @property
+    def num_workers(self) -> int:
+        """Workers that are driven, or shall be."""
+        return len(self._workers)
 
     @property
     def is_draining(self) -> bool:
@@ -139,10 +142,10 @@ class Pool:
                 f"no worker of model {submission.model!r} is ready",
             )
         refusals = [
-            _refusal(engine, submission, submission.generated_token_ids) for engine in engines
+            refusal(engine, submission, submission.generated_token_ids) for engine in engines
         ]
         able = [engine for engine, why in zip(engines, refusals, strict=True) if why is None]
-        return min(able, key=_busyness) if able else next(r for r in refusals if r is not None)
+        return min(able, key=busyness) if able else next(r for r in refusals if r is not None)
 
     def explain(self, request_id: str) -> RequestExplanation | None:
         """A request's history, on the worker that has or had it and before."""
@@ -159,19 +162,9 @@ class Pool:
 
     def snapshot(self) -> list[WorkerLoad]:
         """Every worker that was described once, in order of worker_id."""
-        loads = []
-        for worker in self._workers:
-            if worker.info is None:
-                continue
-            state = worker.state
-            if (engine := worker.engine) is None:
-                loads.append(WorkerLoad(worker.info, state))
-                continue
-            if self._is_draining or engine.is_draining:
-                state = WorkerState.DRAINING
-            counts = (engine.num_free_blocks, engine.num_running, engine.num_waiting)
-            loads.append(WorkerLoad(worker.info, state, *counts))
-        return sorted(loads, key=lambda load: load.info.worker_id)
+        loads = (worker.load(is_draining=self._is_draining) for worker in self._workers)
+        described = [load for load in loads if load is not None]
+        return sorted(described, key=lambda load: load.info.worker_id)
 
     @property
     def workers(self) -> Sequence[ManagedWorker]:
@@ -205,17 +198,21 @@ class Pool:
                 f"worker {worker_id!r} serves {worker.engine.info.model!r}",
             )
         generated = submission.generated_token_ids
-        return _refusal(worker.engine, submission, generated) or worker.engine
+        return refusal(worker.engine, submission, generated) or worker.engine
 
     def _engines_of(self, model: str) -> list[WorkerEngine]:
         """Engines that take new requests of a model; "" is any model."""
         return [e for e in self.engines if not e.is_draining and model in {"", e.info.model}]
 
+    def _begin(self, worker: ManagedWorker) -> None:
+        assert self._tasks is not None, "the pool runs"
+        worker.task = self._tasks.create_task(self._drive(worker), name=f"drive {worker.address}")
+
     async def _drive(self, worker: ManagedWorker) -> None:
         """Describe the worker, run its engine until the worker is lost, and start over."""
         retry_s = _FIRST_RETRY_S
         try:
-            while True:
+            while not worker.is_leaving:
                 try:
                     num_steps = await self._drive_once(worker)
                 except CALL_ENDS:
@@ -226,9 +223,20 @@ class Pool:
                 # Only a finished step shows that the worker is well again; a worker that hangs or
                 # dies at once is not retried in a tight loop.
                 retry_s = _FIRST_RETRY_S if num_steps else min(2 * retry_s, _MAX_RETRY_S)
-                await asyncio.sleep(retry_s)
+                if not worker.is_leaving:
+                    await asyncio.sleep(retry_s)
         finally:
+            self._workers.remove(worker)
+            if worker.is_leaving:
+                self._let_go(worker)
             await worker.connector.close()
+
+    def _let_go(self, worker: ManagedWorker) -> None:
+        logger.info("the worker at %s is no longer ours", worker.address)
+        self._switchboard.changes.notify()
+        if worker.info is not None:
+            # Routers find workers elsewhere.
+            self._stranded.give_back(worker.info.model)
 
     async def _drive_once(self, worker: ManagedWorker) -> int:
         """Describe the worker and run its engine; returns the number of steps that were done."""
@@ -279,7 +287,8 @@ class Pool:
 
     def _named_apart(self, worker: ManagedWorker, info: WorkerSpec) -> WorkerSpec:
         """`info` with a worker_id that is unique in this pool: routers tell workers apart by it."""
-        ids = {w.info.worker_id for w in self._workers if w is not worker and w.info is not None}
+        others = [w for w in self._workers if w is not worker and not w.is_leaving]
+        ids = {w.info.worker_id for w in others if w.info is not None}
         if info.worker_id not in ids:
             return info
         apart = f"{info.worker_id}@{worker.address}"
@@ -354,43 +363,11 @@ class Pool:
         able = [
             engine
             for engine in self._engines_of(submission.model)
-            if _refusal(engine, submission, generated) is None
+            if refusal(engine, submission, generated) is None
         ]
-        return min(able, key=_busyness, default=None)
+        return min(able, key=busyness, default=None)
 
 
 def _is_read(request: LiveRequest) -> bool:
     """Whether a router reads what comes of a request."""
     return request.connection != NO_ROUTER and not request.is_paused
-
-
-def _busyness(engine: WorkerEngine) -> tuple[float, int]:
-    """Smaller is less loaded: requests per sequence slot, then blocks in use."""
-    used_blocks = engine.info.num_kv_blocks - engine.num_free_blocks
-    num_requests = engine.num_requests - engine.num_paused
-    return num_requests / engine.info.max_num_seqs, used_blocks
-
-
-def _refusal(
-    engine: WorkerEngine, submission: Submission, generated: Int32Array
-) -> NotTaken | None:
-    """Why this engine can never serve this request, or None.
-
-    generated is [num_tokens] tokens of earlier epochs; they take room as the prompt does.
-    """
-    vocab_size, largest_token_ids = engine.info.vocab_size, submission.largest_token_ids
-    if len(generated):
-        largest_token_ids = {**largest_token_ids, "generated_token_ids": largest_id(generated)}
-    for name, token_id in largest_token_ids.items():
-        if token_id >= vocab_size:
-            return NotTaken(
-                submission.handle,
-                RefusalReason.INVALID,
-                f"{name}: must be below {vocab_size}",
-                name,
-            )
-    if engine.end_reached(submission, generated) is not None:
-        return None
-    num_tokens = len(submission.prompt_token_ids) + len(generated)
-    why = engine.refusal(num_tokens, submission.max_tokens)
-    return NotTaken(submission.handle, RefusalReason.TOO_LONG, why) if why is not None else None

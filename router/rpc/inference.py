@@ -8,7 +8,7 @@ import asyncio
 import functools
 import itertools
 import time
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -48,7 +48,7 @@ class Services:
     models: Mapping[str, ModelText]
     defaults: Mapping[str, ModelDefaults]
     prompts: PromptReader
-    schedulers: Sequence[SchedulerClient]
+    schedulers: Iterable[SchedulerClient]
     status: StatusStore
     take_ups: TakeUps
     aborts: Aborts

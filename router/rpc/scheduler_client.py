@@ -7,6 +7,7 @@ after, goes into the next message.
 """
 
 import asyncio
+import contextlib
 import logging
 import random
 from collections.abc import Collection, Sequence
@@ -49,6 +50,8 @@ class SchedulerClient:
         self._outbox = SchedulerOutbox()
         self._has_mail = asyncio.Event()
         self._is_up = False
+        self._is_leaving = False
+        self._is_gone = asyncio.Event()
         self._scheduler_id = ""
         self.workers: list[common_pb2.Worker] = []
 
@@ -110,13 +113,23 @@ class SchedulerClient:
             raise from_rpc_error(error) from error
 
     async def run(self) -> None:
-        """Stay connected until cancelled."""
+        """Stay connected until cancelled, or until a scheduler that has gone is not connected."""
         backoff_s = _FIRST_BACKOFF_S
-        while True:
+        while not self._is_gone.is_set():
             was_up = await self._serve_connection()
             backoff_s = _FIRST_BACKOFF_S if was_up else min(_MAX_BACKOFF_S, 2 * backoff_s)
             # Many routers must not reconnect to a restarted scheduler at the same moment.
-            await asyncio.sleep(backoff_s * random.uniform(0.5, 1.0))  # noqa: S311
+            with contextlib.suppress(TimeoutError):
+                async with asyncio.timeout(backoff_s * random.uniform(0.5, 1.0)):  # noqa: S311
+                    await self._is_gone.wait()
+
+    def expect(self, *, is_leaving: bool, is_gone: bool) -> None:
+        """Send a leaving scheduler nothing new; do not connect again to one that has gone."""
+        self._is_leaving = is_leaving
+        if is_gone:
+            self._is_gone.set()
+        else:
+            self._is_gone.clear()
 
     async def _serve_connection(self) -> bool:
         """One connection from its beginning to its end; returns whether it ever worked."""
@@ -128,6 +141,7 @@ class SchedulerClient:
             asyncio.create_task(self._read(call)),
             asyncio.create_task(self._write(call)),
             asyncio.create_task(self._watch(watch)),
+            asyncio.create_task(self._give_up()),
         ]
         try:
             done, _ = await asyncio.wait(tasks, return_when=asyncio.FIRST_COMPLETED)
@@ -189,6 +203,13 @@ class SchedulerClient:
                 await call.write(self._outbox.take())
                 await asyncio.sleep(_MESSAGE_GAP_S)
 
+    async def _give_up(self) -> None:
+        """Ends an attempt to connect to a scheduler that has gone."""
+        await self._is_gone.wait()
+        if self._is_up:  # it may have requests; its end ends the connection
+            await asyncio.Event().wait()
+        raise _StreamEndedError
+
     async def _watch(self, watch: Any) -> None:
         async for snapshot in watch:
             self._scheduler_id = snapshot.scheduler_id
@@ -200,7 +221,7 @@ class SchedulerClient:
             self._requests.on_report(
                 self.name,
                 [scheduler_wire.to_report(worker) for worker in snapshot.workers],
-                is_draining=snapshot.draining,
+                is_draining=snapshot.draining or self._is_leaving,
             )
         raise _StreamEndedError
 

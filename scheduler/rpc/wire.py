@@ -20,7 +20,7 @@ from headrace.service.sampling import check_values
 from headrace.v1 import common_pb2, gpuworker_pb2, inference_pb2, scheduler_pb2
 from headrace.vocabulary import CancelReason, FinishReason, WorkerRole
 from scheduler.core.plan import Int32Array, RequestStatus, StepPlan, StepResult
-from scheduler.pool import WorkerLoad
+from scheduler.managed import WorkerLoad
 from scheduler.requests import Submission, largest_id
 from scheduler.rpc.audit import row_tables_of
 from scheduler.rpc.explain_wire import history_of

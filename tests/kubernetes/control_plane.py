@@ -87,7 +87,7 @@ class ControlPlane:
         return f"{HOST}:{self._port}"
 
     def start_api_server(self) -> None:
-        """Start the API server and wait until it is ready."""
+        """Start the API server and wait until it is ready; the server ends with this thread."""
         self._start("kube-apiserver", self._api_server_flags())
         context = ssl.create_default_context(cafile=str(self.ca_file))
         request = urllib.request.Request(
@@ -110,9 +110,11 @@ class ControlPlane:
                 raise RuntimeError(f"kube-apiserver is not ready: {last}\n{self._log_tail()}")
             time.sleep(_POLL_S)
 
-    def stop_api_server(self) -> None:
-        """Stop the API server; what it has stored stays."""
-        self._stop("kube-apiserver")
+    def kill_api_server(self) -> None:
+        """Kill the API server; what it has stored stays."""
+        process = self._running.pop("kube-apiserver")
+        process.kill()
+        process.wait()
 
     def kubeconfig(self, token: str, *, namespace: str = "default", address: str = "") -> Path:
         """A new kubeconfig file; address: host:port of a proxy in front of the API server."""

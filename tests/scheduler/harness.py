@@ -86,12 +86,11 @@ async def running_scheduler(
     store = store or StatusStore("", Writer.SCHEDULER)
     pool_settings = pool_settings or PoolSettings()
     switchboard = Switchboard(RequestLog(store, "s0", clock=time.time))
-    connectors = {
-        w.address: GpuWorkerClient(w.address, ChannelConfig(), term=term) for w in workers
-    }
     pool = build_pool(
-        connectors, switchboard, settings or SchedulerSettings(), pool_settings, clock=scheduler.now
+        switchboard, settings or SchedulerSettings(), pool_settings, clock=scheduler.now
     )
+    for w in workers:
+        pool.add(w.address, GpuWorkerClient(w.address, ChannelConfig(), term=term))
     orphans = Orphans(
         switchboard.requests,
         ttl_s=pool_settings.orphan_ttl_s,

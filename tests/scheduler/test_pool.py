@@ -138,13 +138,8 @@ class Connector:
 async def test_a_worker_lost_while_the_scheduler_stops_does_not_keep_it_from_stopping():
     stream = StreamThatBreaksWhenLeft()
     switchboard = Switchboard(RequestLog(StatusStore("", Writer.SCHEDULER), "s0", clock=time.time))
-    pool = build_pool(
-        {"w0:1": Connector(stream)},
-        switchboard,
-        SchedulerSettings(),
-        PoolSettings(),
-        clock=time.time,
-    )
+    pool = build_pool(switchboard, SchedulerSettings(), PoolSettings(), clock=time.time)
+    pool.add("w0:1", Connector(stream))
     running = asyncio.create_task(pool.run())
     await stream.has_begun.wait()
     running.cancel()
