@@ -8,6 +8,8 @@ from dataclasses import dataclass, field
 
 from headrace.vocabulary import FinishReason, RefusalReason
 
+_ENDED_WELL = frozenset({FinishReason.STOP, FinishReason.LENGTH, FinishReason.REPETITION})
+
 
 @dataclass(frozen=True, slots=True)
 class CompletionFinish:
@@ -18,6 +20,11 @@ class CompletionFinish:
     stop: str | None = None
     message: str = ""
     num_preemptions: int = 0
+
+    @property
+    def is_well(self) -> bool:
+        """Whether the completion is whole."""
+        return self.reason in _ENDED_WELL
 
 
 @dataclass(frozen=True, slots=True)

@@ -144,6 +144,8 @@ def _intact(spec: Spec, index: int, past: Past, first_token: int) -> Past:
     The last token of a completion that has not ended is generated again: it may be what ended the
     completion, though no record says so.
     """
+    if past.finish is not None and not past.finish.is_well:
+        return _beginning(spec, past, first_token)
     num_tokens = len(past.token_ids)
     if not num_tokens and past.finish is None:
         return past
@@ -160,6 +162,14 @@ def _intact(spec: Spec, index: int, past: Past, first_token: int) -> Past:
         num_settled = past.end_logprob if past.num_settled is None else past.num_settled
         num_tokens = min(num_tokens, num_settled)
     return replace(past, token_ids=past.token_ids[: max(0, num_tokens - 1)], finish=None)
+
+
+def _beginning(spec: Spec, past: Past, first_token: int) -> Past:
+    """What is known of a completion that was aborted, or ended otherwise before it was whole."""
+    if spec.num_logprobs is None:
+        return past
+    is_known = past.first_logprob <= first_token < past.end_logprob
+    return replace(past, token_ids=past.token_ids[: past.end_logprob if is_known else first_token])
 
 
 def _read(completion: ClientCompletion, texts: "_Texts") -> None:

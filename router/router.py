@@ -36,8 +36,6 @@ T = TypeVar("T")
 
 logger = logging.getLogger(__name__)
 
-_ENDED_WELL = frozenset({FinishReason.STOP, FinishReason.LENGTH, FinishReason.REPETITION})
-
 
 class Router:
     """Answers calls with requests; one per process."""
@@ -278,10 +276,8 @@ class Router:
 
     def on_unread_end(self, request: ClientRequest) -> None:
         """A request without a reader has ended: what the store does not have is kept here."""
-        reasons = {
-            completion.finish and completion.finish.reason for completion in request.completions
-        }
-        if not self.is_durable and request.error is None and reasons <= _ENDED_WELL:
+        is_whole = all(c.finish is not None and c.finish.is_well for c in request.completions)
+        if not self.is_durable and request.error is None and is_whole:
             self._keep(request)
         else:
             self._close(request)

@@ -251,11 +251,12 @@ def _has_ended_well(stored: Stored) -> bool:
 
 
 def _check_complete(there: Origin, pasts: Sequence[Past], first_tokens: Sequence[int]) -> None:
-    """Raise if a completion has ended for good, and not all of it is known."""
+    """Raise if a completion has ended well, and not all of it is known."""
     for index, (ended, past, first_token) in enumerate(
         zip(there.pasts, pasts, first_tokens, strict=True)
     ):
-        if ended.finish is not None and not past.serves(there.spec, index, first_token):
+        has_ended_well = ended.finish is not None and ended.finish.is_well
+        if has_ended_well and not past.serves(there.spec, index, first_token):
             raise outcomes.tokens_lost(there.spec.request_id)
 
 

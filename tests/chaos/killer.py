@@ -139,6 +139,14 @@ class Killer:
         if "store" in self._busy:
             return
         self._busy.add("store")
+        try:
+            await self._kill_node()
+        finally:
+            self._busy.discard("store")
+
+    async def _kill_node(self) -> None:
+        if not await self._cluster.store.may_lose_a_node():
+            return
         node = self._rng.choice(self._cluster.store.nodes)
         delay_s = self._rng.choice((0.0, 0.5, 2.0, 4.0))
         self._tally.disturbed("SIGKILL store")
@@ -146,7 +154,6 @@ class Killer:
             await node.kill()
             await asyncio.sleep(delay_s)
             await node.start()
-        self._busy.discard("store")
 
     async def _stop(self) -> None:
         """A process that hangs and goes on, sometimes after it was given up."""

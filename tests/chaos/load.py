@@ -238,6 +238,7 @@ class Client:
         try:
             await asyncio.sleep(0)
             await self._abort_by_other(reader)
+            aborted_s = time.monotonic()
             await asyncio.wait([reading], timeout=_BUFFERED_S)
             position = received.positions[0]
             await reading
@@ -246,7 +247,7 @@ class Client:
             await asyncio.wait([reading])
         num_more = received.positions[0] - position
         # A scheduler that was not told, and does not reach the store, cannot know.
-        if num_more > 200 and not self._tally.was_store_away(time.monotonic()):
+        if num_more > 200 and not self._tally.was_store_away_since(aborted_s):
             received.faults.append(f"{num_more} tokens after its abort")
 
     async def _abort_by_other(self, reader: Reader) -> None:

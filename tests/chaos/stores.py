@@ -114,6 +114,10 @@ class Store:
         """The nodes that own keys now."""
         return self.nodes
 
+    async def may_lose_a_node(self) -> bool:
+        """Whether what the store has kept survives the death of a node."""
+        return True
+
 
 async def _values(
     client: redis.asyncio.Redis, keys: Sequence[str]
@@ -177,6 +181,15 @@ class SentinelStore(Store):
         async with self._sentinels[0].client() as client:
             found = await client.execute_command("SENTINEL", "GET-MASTER-ADDR-BY-NAME", MASTER)
         return [node for node in self.nodes if node.port == int(found[1])]
+
+    async def may_lose_a_node(self) -> bool:
+        """Only while the replica has all that the master has."""
+        with contextlib.suppress(RedisError, OSError):
+            for node in await self.masters():
+                async with node.client() as client:
+                    replica = (await client.info("replication")).get("slave0", {})
+                    return replica.get("state") == "online" and replica.get("lag", 9) <= 1
+        return False
 
 
 class ClusterStore(Store):

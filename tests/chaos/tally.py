@@ -90,6 +90,10 @@ class Tally:
             for since, until in self._store_away_s
         )
 
+    def was_store_away_since(self, began_s: float) -> bool:
+        """Whether the store, or a way to it, was away at any time since then."""
+        return any(until > began_s - self.store_is_back_after_s for _, until in self._store_away_s)
+
     def may_be_blamed(self, began_s: float) -> bool:
         """Whether so many schedulers were lost since this time that a request is to blame."""
         return sum(lost_s > began_s for lost_s in self._scheduler_lost_s) >= _MAX_LOSSES
@@ -99,7 +103,7 @@ class Tally:
         if reason != "TOKENS_LOST":
             return self.was_store_away(began_s)
         # The end of the journal may be lost as well as its beginning.
-        return any(until > began_s - self.store_is_back_after_s for _, until in self._store_away_s)
+        return self.was_store_away_since(began_s)
 
     def sent_again(self, request_id: str, reason: str, began_s: float) -> None:
         """A client was told that its request is not known or not kept."""

@@ -227,6 +227,19 @@ async def test_a_repeated_call_gets_an_answer_of_which_the_store_lost_tokens():
         assert again == whole
 
 
+async def test_of_an_aborted_request_the_store_need_not_have_everything():
+    async with graveyard() as (yard, cluster):
+        spec = await yard.spec_of("lost")
+        spec.request.sampling.prompt_logprobs = 1
+        spec.request.sampling.logprobs = 1
+        await yard.bury(spec)
+        stored = await cluster.a.store.load("lost")
+        owner = {"router_id": "router-a", "router_incarnation": "dead-too"}
+        assert await cluster.a.store.claim(stored, State.ABORTED, **owner)
+        (last,) = await cluster.b.rest(cluster.b.resume("lost", 0))
+        assert last.outputs[0].finish_reason == common_pb2.FINISH_REASON_ABORTED
+
+
 async def test_a_request_that_was_recovered_too_often_fails():
     async with graveyard(recovery={"max_recoveries": 2}) as (yard, cluster):
         await yard.bury(await yard.spec_of("killer"))
