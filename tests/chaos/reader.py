@@ -162,7 +162,8 @@ class Reader:
             if self._num_not_found > _MAX_NOT_FOUND:
                 if self._resumes or self.received.was_aborted:
                     raise FailedError(error)
-                self._tally.sent_again(request_id, error.reason, self.received.began_s)
+                began_s, first_s = self.received.began_s, self.received.first_s
+                self._tally.sent_again(request_id, error.reason, began_s, first_s)
                 self._is_forgotten = True
         elif is_ours and error.code not in _RETRIED and error.reason not in _RETRIED_REASONS:
             raise FailedError(error)

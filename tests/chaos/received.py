@@ -36,6 +36,7 @@ class Received:
     faults: list[str] = field(default_factory=list)
     has_prompt_logprobs: bool = False
     began_s: float = field(default_factory=time.monotonic)
+    first_s: float | None = None  # when the first message came: the request was admitted by then
     _parts: list[_Part] = field(default_factory=list)
 
     def __post_init__(self) -> None:
@@ -65,6 +66,7 @@ class Received:
 
     def take(self, response: inference_pb2.GenerateResponse) -> None:
         """One message, in order."""
+        self.first_s = self.first_s or time.monotonic()
         if response.request_id != self.wanted.request.request_id:
             self.faults.append(f"a message of {response.request_id!r}")
         self.has_prompt_logprobs |= bool(response.prompt_logprobs)

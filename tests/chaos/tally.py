@@ -40,6 +40,7 @@ class Tally:
     store_is_back_after_s: float = 3.0
     # When the store, or the way to it, was disturbed, and until when.
     _store_away_s: list[list[float]] = field(default_factory=list)
+    progress_s: dict[str, float] = field(default_factory=dict)  # the last message of a request
     _scheduler_lost_s: list[float] = field(default_factory=list)
     _reading: set[str] = field(default_factory=set)
     _watches: list[_Watch] = field(default_factory=list)
@@ -71,6 +72,7 @@ class Tally:
 
     def progressed(self, request_id: str, *, is_prompt: bool = True) -> None:
         """A message has come; is_prompt: its client reads as fast as it can."""
+        self.progress_s[request_id] = time.monotonic()
         if is_prompt:
             self._reading.add(request_id)
         self._heard_of(request_id)
@@ -80,13 +82,14 @@ class Tally:
         self._reading.discard(request_id)
         self._heard_of(request_id)
 
-    def was_store_away(self, at_s: float) -> bool:
-        """Whether the store, or the way there, was away at this time.
+    def was_store_away(self, at_s: float, until_s: float | None = None) -> bool:
+        """Whether the store, or the way there, was away at this time, or in a span of time.
 
         What is admitted then is not durable, and says so; a router that dies takes it along.
         """
+        until_s = at_s if until_s is None else until_s
         return any(
-            since - _BEFORE_S < at_s < until + self.store_is_back_after_s
+            since - _BEFORE_S < until_s and at_s < until + self.store_is_back_after_s
             for since, until in self._store_away_s
         )
 
@@ -98,17 +101,22 @@ class Tally:
         """Whether so many schedulers were lost since this time that a request is to blame."""
         return sum(lost_s > began_s for lost_s in self._scheduler_lost_s) >= _MAX_LOSSES
 
-    def may_be_lost(self, reason: str, began_s: float) -> bool:
-        """Whether a store that was away explains that a request, or its output, is not kept."""
+    def may_be_lost(self, reason: str, began_s: float, first_s: float | None) -> bool:
+        """Whether a store that was away explains that a request, or its output, is not kept.
+
+        The request was admitted between began_s and first_s.
+        """
         if reason != "TOKENS_LOST":
-            return self.was_store_away(began_s)
+            return self.was_store_away(began_s, first_s)
         # The end of the journal may be lost as well as its beginning.
         return self.was_store_away_since(began_s)
 
-    def sent_again(self, request_id: str, reason: str, began_s: float) -> None:
+    def sent_again(
+        self, request_id: str, reason: str, began_s: float, first_s: float | None
+    ) -> None:
         """A client was told that its request is not known or not kept."""
         self.events[f"sent again: {reason}"] += 1
-        if not self.may_be_lost(reason, began_s):
+        if not self.may_be_lost(reason, began_s, first_s):
             self.violation(f"{request_id}: {reason}, though it was admitted with a store")
 
     def violation(self, what: str) -> None:
