@@ -18,7 +18,7 @@ from gpuworker.config import KvCacheSettings, WorkerSettings
 from headrace.service.admin import AdminConfig
 from headrace.service.channels import ChannelConfig
 from headrace.service.config import SECTIONS
-from headrace.service.discovery import DiscoveryConfig
+from headrace.service.discovery import DiscoveryConfig, OwnershipConfig
 from headrace.service.exposition import prometheus_name
 from headrace.service.metrics import Metric
 from headrace.service.process import ProcessConfig
@@ -44,6 +44,7 @@ _SECTIONS: dict[str, tuple[type[msgspec.Struct], dict[str, str]]] = {
     "gpuworker": (WorkerSettings, {"gpuworker": ""}),
     "kv_cache": (KvCacheSettings, {"gpuworker": ""}),
     "discovery": (DiscoveryConfig, {"router": "discovery-", "scheduler": "discovery-"}),
+    "ownership": (OwnershipConfig, {"scheduler": "ownership-"}),
     "serving": (ServingConfig, {"router": "", "scheduler": "", "gpuworker": ""}),
     "admin": (AdminConfig, {"router": "admin-", "scheduler": "admin-", "gpuworker": "admin-"}),
     "channel": (ChannelConfig, {"router": "scheduler-", "scheduler": "worker-"}),

@@ -98,6 +98,8 @@ class GpuWorkerService(gpuworker_pb2_grpc.GpuWorkerServicer):
         self.meter = StepMeter()
         self._is_draining = False
         self._stream: _Stream | None = None
+        # The greatest term of a lease that this worker has seen.
+        self._fence = 0
         self._num_queued = 0
         self._is_idle = asyncio.Event()
         self._is_idle.set()
@@ -211,15 +213,19 @@ class GpuWorkerService(gpuworker_pb2_grpc.GpuWorkerServicer):
         """Ends the current stream and returns a new stream, which becomes current.
 
         Raises:
-            ServiceError: FAILED_PRECONDITION, if the current stream lives and has a greater term.
+            ServiceError: FAILED_PRECONDITION, if the current stream lives and has a greater term,
+                or a stream had a greater term of a lease.
         """
         current = self._stream
-        if current is not None and current.is_current and current.term > term:
+        is_older = current is not None and current.is_current and current.term > term
+        if is_older or self._fence > term:
             raise failed_precondition(
                 terms.NEWER_OWNER,
-                "a scheduler that was started later drives this worker; use another worker, or"
-                " try again when that scheduler has gone",
+                "a scheduler that was started later, or has the lease, drives this worker; use"
+                " another worker, or try again when that scheduler has gone",
             )
+        if term >= terms.FIRST_LEASED:
+            self._fence = term
         self._end_stream(
             aborted(terms.STREAM_REPLACED, "another Execute stream has taken this worker over")
         )

@@ -19,7 +19,7 @@ import msgspec
 # Sections of all services: services share one file, and each refuses only unknown sections.
 SECTIONS = (
     *("router", "streams", "recovery", "tenant", "tenants", "scheduler", "pool", "gpuworker"),
-    *("kv_cache", "discovery", "serving", "admin", "channel", "process"),
+    *("kv_cache", "discovery", "ownership", "serving", "admin", "channel", "process"),
 )
 
 T = TypeVar("T", bound=msgspec.Struct)

@@ -45,6 +45,25 @@ class DiscoveryConfig(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
     ] = ""
 
 
+class OwnershipConfig(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
+    """How schedulers share the workers that they find in Kubernetes."""
+
+    lease_duration_s: Annotated[
+        int, help_text("A scheduler that does not renew its lease for so long is dead.", ge=3)
+    ] = 10
+    renew_every_s: Annotated[
+        float, help_text("Seconds between two renewals; at most a third of the duration.", ge=0.1)
+    ] = 2.0
+    rebalance_after_s: Annotated[
+        float,
+        help_text("A scheduler that has had too many workers for so long gives some up.", ge=0),
+    ] = 30.0
+    release_timeout_s: Annotated[
+        float,
+        help_text("A worker that is given up finishes its requests within that time.", ge=0),
+    ] = 30.0
+
+
 def open_source(
     config: DiscoveryConfig, addresses: Sequence[str], selector: str, *, flag: str
 ) -> PeerSource:

@@ -1,8 +1,10 @@
 """The term of an Execute stream: which of two schedulers that drive one worker yields.
 
 A scheduler's term is the time at which its process started, so the scheduler that was started later
-wins. The scheduler sends its term with the call; the worker sends it back, with the initial
-metadata, once it has taken the stream.
+wins while its stream lives. A scheduler that has a lease of the worker takes the lease's number,
+above every time; a worker that has seen such a term refuses smaller ones for good. The scheduler
+sends its term with the call; the worker sends it back, with the initial metadata, once it has taken
+the stream.
 """
 
 from collections.abc import Iterable
@@ -15,6 +17,7 @@ KEY = "x-headrace-term"
 NEWER_OWNER = "NEWER_OWNER"
 STREAM_REPLACED = "STREAM_REPLACED"
 _MAX_DIGITS = 20
+FIRST_LEASED = 10**19
 
 
 def metadata_of(term: int) -> tuple[tuple[str, str], ...]:

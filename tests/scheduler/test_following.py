@@ -6,7 +6,7 @@ from contextlib import asynccontextmanager
 from headrace.service.channels import ChannelConfig
 from headrace.v1 import scheduler_pb2
 from headrace.vocabulary import WorkerState
-from scheduler.following import follow
+from scheduler.following import AllWorkers
 from scheduler.rpc.gpuworker_client import GpuWorkerClient
 from tests.headrace.changing_peers import ChangingPeers
 from tests.scheduler.fake_gpuworker import FakeGpuWorker, expected_tokens
@@ -26,7 +26,7 @@ async def following(*workers: FakeGpuWorker):
         return GpuWorkerClient(address, ChannelConfig(), term=1)
 
     async with running_scheduler([]) as scheduler:
-        task = asyncio.create_task(follow(peers, scheduler.pool, connect))
+        task = asyncio.create_task(AllWorkers(peers, scheduler.pool, connect).run())
         try:
             async with router_to(scheduler) as router:
                 await scheduler.ready(1)

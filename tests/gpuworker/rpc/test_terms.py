@@ -119,3 +119,22 @@ async def test_no_row_is_left_of_a_scheduler_that_was_replaced(ready_worker: Wor
     await newer.write(gpuworker_pb2.StepPlan(step_id=1, audit=True))
     assert (await newer.read()).audit.rows == b""
     newer.cancel()
+
+
+async def test_an_owner_whose_lease_went_to_another_is_refused_for_good(
+    ready_worker: Worker,
+) -> None:
+    first, second = terms.FIRST_LEASED + 7, terms.FIRST_LEASED + 8
+    older = await taken(ready_worker, first)
+    newer = await taken(ready_worker, second)
+    assert (await error_of(older))[1] == "STREAM_REPLACED"
+    newer.cancel()
+
+    async def is_left() -> bool:
+        stream = ready_worker.service._stream
+        return stream is not None and not stream.is_current
+
+    await eventually(is_left)
+    for term in (first, 1):
+        assert (await refused(ready_worker, term))[1] == "NEWER_OWNER"
+    (await taken(ready_worker, second)).cancel()
