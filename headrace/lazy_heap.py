@@ -63,10 +63,12 @@ class LazyHeap(Generic[K, T]):
 
     def head(self) -> Entry[K, T] | None:
         """The first entry that is not passed over, left in its place; None if there is none."""
-        while self._heap:
-            if self._is_live(self._heap[0]):
-                return self._heap[0]
-            heapq.heappop(self._heap)
+        heap, live = self._heap, self._live
+        while heap:
+            entry = heap[0]
+            if live.get(entry.key) is entry:
+                return entry
+            heapq.heappop(heap)
         return None
 
     def pop(self) -> T:

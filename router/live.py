@@ -5,6 +5,7 @@ state. The Dispatcher knows where completions are; the Router knows the callers.
 """
 
 import asyncio
+import itertools
 from collections.abc import Callable, Sequence
 from typing import Protocol, assert_never
 
@@ -59,7 +60,7 @@ class LiveRequests:
         self._requests: dict[int, ClientRequest] = {}
         self._deadlines: LazyHeap[int, ClientRequest] = LazyHeap()
         self._waker = Waker()
-        self._last_key = 0
+        self._keys = itertools.count(1)
 
     def __len__(self) -> int:
         return len(self._requests)
@@ -79,7 +80,7 @@ class LiveRequests:
             max_tokens=origin.max_tokens,
             arrived_unix_s=origin.arrived_unix_s,
             timeline=Timeline(arrived=arrived),
-            number=self._next_key(),
+            number=next(self._keys),
             account=self.dispatcher.queue.of(spec.model).shares.account(spec.tenant),
             waker=self._waker,
             traffic=self._meters.traffic(spec.model, spec.tenant),
@@ -91,7 +92,7 @@ class LiveRequests:
 
     def keys(self, num_completions: int) -> list[int]:
         """New keys for a request's completions."""
-        return [self._next_key() for _ in range(num_completions)]
+        return list(itertools.islice(self._keys, num_completions))
 
     def register(self, request: ClientRequest) -> None:
         """Send or queue the completions that have not ended."""
@@ -246,10 +247,6 @@ class LiveRequests:
         self._deadlines.remove(request.number)
         self.dispatcher.close(request)
         del self._requests[request.number]
-
-    def _next_key(self) -> int:
-        self._last_key += 1
-        return self._last_key
 
 
 def _ending(request: ClientRequest) -> FinishReason:

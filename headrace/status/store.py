@@ -74,6 +74,8 @@ class StatusStore:
         self._writer = writer
         self._writable = frozenset(s for s in State if states.writes(s, writer))
         self._backend: _Backend | None = None
+        # Whether a store is configured.
+        self.is_configured = bool(url)
         if url:
             self._backend = _Backend(
                 url,
@@ -95,11 +97,6 @@ class StatusStore:
 
     async def __aexit__(self, *_: object) -> None:
         await self.aclose()
-
-    @property
-    def is_configured(self) -> bool:
-        """Whether a store is configured."""
-        return self._backend is not None
 
     @property
     def is_durable(self) -> bool:

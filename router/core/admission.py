@@ -10,7 +10,7 @@ what to change or when to try again.
 """
 
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from enum import Enum
 
 from headrace.capacity import max_num_tokens
@@ -83,25 +83,28 @@ class QueueLoad:
 
 @dataclass(frozen=True, slots=True)
 class Capacity:
-    """The longest request that one ready worker can serve."""
+    """The longest request that one ready worker can serve.
+
+    num_tokens: prompt and output tokens at which the scheduler ends any request of the worker.
+    """
 
     max_model_len: int
     num_kv_blocks: int
     block_size: int
+    num_tokens: int = field(init=False)
+
+    def __post_init__(self) -> None:
+        num_tokens = max_num_tokens(
+            max_model_len=self.max_model_len,
+            num_kv_blocks=self.num_kv_blocks,
+            block_size=self.block_size,
+        )
+        object.__setattr__(self, "num_tokens", num_tokens)
 
     @property
     def num_kv_tokens(self) -> int:
         """Tokens whose KV the pool holds."""
         return self.num_kv_blocks * self.block_size
-
-    @property
-    def num_tokens(self) -> int:
-        """Prompt and output tokens at which the scheduler ends any request of the worker."""
-        return max_num_tokens(
-            max_model_len=self.max_model_len,
-            num_kv_blocks=self.num_kv_blocks,
-            block_size=self.block_size,
-        )
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -156,15 +159,14 @@ def decide(
 def fits(ask: Ask, capacities: Sequence[Capacity]) -> Admit | Reject:
     """Whether an empty worker could serve the request; there is at least one capacity."""
     best = max(capacities, key=lambda capacity: capacity.num_tokens)
-    num_tokens = best.num_tokens
-    room = num_tokens - ask.num_prompt_tokens
+    room = best.num_tokens - ask.num_prompt_tokens
     if room >= max(1, ask.max_tokens or 0, ask.min_tokens):
         return Admit(room if ask.max_tokens is None else ask.max_tokens)
     prompt = f"{'' if ask.is_read else 'at least '}{ask.num_prompt_tokens} tokens"
     limit = (
         f"max_model_len is {best.max_model_len}"
-        if best.max_model_len == num_tokens
-        else f"the KV pool carries {num_tokens}"
+        if best.max_model_len == best.num_tokens
+        else f"the KV pool carries {best.num_tokens}"
     )
     if room < 1:
         return Reject(

@@ -121,10 +121,12 @@ class FairShare:
 
     def _smallest(self) -> float:
         """The smallest counter among the tenants that wait; the floor when none does."""
+        if not self._waiting:
+            return self._floor
         waiting = [entry.item for entry in self._waiting.passed_over]
         if (first := self._next()) is not None:
             waiting.append(first)
-        return min((account.virtual_tokens for account in waiting), default=self._floor)
+        return min(account.virtual_tokens for account in waiting)
 
     def _close_idle_accounts(self) -> None:
         """Forget the idle accounts with the smallest counters.

@@ -29,7 +29,7 @@ def turns(
     closed: set[WorkerKey] = set()
     num_passed_over = 0
     try:
-        while (item := queue.peek()) is not None:
+        while queue and (item := queue.peek()) is not None:
             need = need_of(item)
             worker = pool.choose(need, now, closed)
             if worker is not None:
@@ -46,5 +46,6 @@ def turns(
                 break
             queue.pass_over()
     finally:
-        # Also when the caller raised an exception: the queue must not lose the skipped requests.
-        queue.put_back()
+        if num_passed_over:
+            # Also when the caller raised an exception: the queue must not lose these requests.
+            queue.put_back()

@@ -15,6 +15,8 @@ from router.core.permits import Permits
 
 Spend = Callable[[int], None]
 
+_NO_LIMITS = TenantLimits()
+
 
 class KeyPermits:
     """Owns the permits of the keys that have limits."""
@@ -27,7 +29,7 @@ class KeyPermits:
     def hold(self, who: Caller) -> Iterator[Spend]:
         """Holds a permit of the caller's key, or raises; call what it gives with tokens used."""
         limits = _limits_of(who.limits)
-        if limits == TenantLimits():
+        if limits == _NO_LIMITS:
             yield lambda _: None
             return
         name = who.key_id
