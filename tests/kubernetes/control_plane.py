@@ -57,7 +57,7 @@ class ControlPlane:
 
     def __init__(self, folder: Path, controllers: Sequence[str] = CONTROLLERS) -> None:
         """folder: for its files; must exist."""
-        self._programs = find_programs()
+        self.programs = find_programs()
         self._folder = folder
         self._controllers = controllers
         self._etcd_port, self._etcd_peer_port, self._port = free_ports(3)
@@ -178,7 +178,7 @@ class ControlPlane:
     def _start(self, name: str, flags: Sequence[str]) -> None:
         with (self._folder / f"{name}.log").open("ab") as log:
             self._running[name] = subprocess.Popen(
-                tied_to_us([self._programs[name], *flags]),
+                tied_to_us([self.programs[name], *flags]),
                 stdout=log,
                 stderr=subprocess.STDOUT,
                 cwd=self._folder,
@@ -229,7 +229,8 @@ class ControlPlane:
             *(f"--secure-port={self._port}", "--endpoint-reconciler-type=none"),
             f"--tls-cert-file={folder / 'server.crt'}",
             f"--tls-private-key-file={folder / 'server.key'}",
-            "--service-cluster-ip-range=10.0.0.0/24",
+            # On loopback, for tests that make the addresses of Services work.
+            "--service-cluster-ip-range=127.2.0.0/16",
             "--authorization-mode=RBAC",
             f"--token-auth-file={folder / 'users.csv'}",
             "--service-account-issuer=https://kubernetes.default.svc",
