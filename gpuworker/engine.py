@@ -33,7 +33,7 @@ from gpuworker.forward import Forward
 from gpuworker.kernels.choice import ops_for
 from gpuworker.kernels.ops import Ops
 from gpuworker.kernels.twins import TorchOps
-from gpuworker.machine import give_back_freed_memory, gpu_driver
+from gpuworker.machine import driver_version, give_back_freed_memory, gpu_driver
 from gpuworker.models.config import ModelConfig
 from gpuworker.models.decoder import Decoder
 from gpuworker.models.loader import ReportCount, load_decoder, with_max_model_len
@@ -62,6 +62,9 @@ class LoadedModel:
     kv_dtype: str
     # Steps to keep in flight: 1 on a CPU or with drafts, where a step ends before the next begins.
     pipeline_depth: int = 1
+    # Of a GPU; see `machine.driver_version`.
+    driver: str = ""
+    device_memory_bytes: int = 0
 
 
 @dataclass(frozen=True, slots=True)
@@ -149,6 +152,8 @@ def load_engine(
         str(dtype).removeprefix("torch."),
         str(kv_dtype).removeprefix("torch."),
         pipeline_depth=2 if is_ahead else 1,
+        driver=_driver(device),
+        device_memory_bytes=_memory_bytes(device),
     )
 
 
@@ -214,6 +219,18 @@ def _device(name: str) -> torch.device:
 
 def _device_name(device: torch.device) -> str:
     return torch.cuda.get_device_name(device) if device.type == "cuda" else device.type
+
+
+def _driver(device: torch.device) -> str:
+    """The GPU's runtime and driver, for people; "" on a CPU."""
+    if device.type != "cuda":
+        return ""
+    runtime = f"ROCm {torch.version.hip}" if torch.version.hip else f"CUDA {torch.version.cuda}"
+    return f"{runtime}, driver {driver_version() or 'unknown'}"
+
+
+def _memory_bytes(device: torch.device) -> int:
+    return torch.cuda.get_device_properties(device).total_memory if device.type == "cuda" else 0
 
 
 def _dtype(name: str, device: torch.device) -> torch.dtype:

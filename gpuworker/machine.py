@@ -2,6 +2,7 @@
 
 import ctypes
 import os
+import re
 import sys
 from pathlib import Path
 
@@ -58,6 +59,24 @@ def give_back_freed_memory() -> None:
     """
     if sys.platform == "linux" and (trim := getattr(ctypes.CDLL(None), "malloc_trim", None)):
         trim(0)
+
+
+def driver_version(
+    nvidia: Path = Path("/proc/driver/nvidia/version"),
+    amd: Path = Path("/sys/module/amdgpu/version"),
+) -> str:
+    """The version of the GPU driver that is loaded here; "" where the kernel does not tell."""
+    try:
+        # The first number of several parts in a line like
+        # NVRM version: NVIDIA UNIX x86_64 Kernel Module  580.65.06  Thu Jul 17 ... 2025
+        found = re.search(r"\b\d+(\.\d+)+\b", nvidia.read_text(encoding="utf-8"))
+        return found[0] if found else ""
+    except OSError:
+        pass
+    try:
+        return amd.read_text(encoding="utf-8").strip()
+    except OSError:
+        return ""
 
 
 def gpu_driver(devices: Path = Path("/dev")) -> str | None:

@@ -16,6 +16,7 @@ from headrace.types import (
     PoolInfo,
     RequestHistory,
     Sampling,
+    SchedulerLink,
     StatusRecord,
     TokenLogprobs,
     Usage,
@@ -169,6 +170,22 @@ def to_pool(r: inference_pb2.GetPoolResponse) -> PoolInfo:
         num_queued=r.num_queued,
         num_in_flight=r.num_in_flight,
         num_paused=r.num_paused,
+        version=r.version,
+        time_unix_s=r.time_unix_s,
+        schedulers=tuple(map(_scheduler_link, r.schedulers)),
+        has_store=r.has_store,
+        is_store_up=r.is_store_up,
+    )
+
+
+def _scheduler_link(s: inference_pb2.SchedulerLink) -> SchedulerLink:
+    return SchedulerLink(
+        address=s.address,
+        scheduler_id=s.scheduler_id,
+        connected=s.connected,
+        version=s.version,
+        clock_offset_s=s.clock_offset_s,
+        error=s.error,
     )
 
 
@@ -215,4 +232,7 @@ def _worker(w: common_pb2.Worker) -> WorkerStatus:
         block_size=w.block_size,
         max_model_len=w.max_model_len,
         max_num_batched_tokens=w.max_num_batched_tokens,
+        version=w.version,
+        driver=w.driver,
+        device_memory_bytes=w.device_memory_bytes,
     )

@@ -224,16 +224,43 @@ class WorkerStatus:
     block_size: int
     max_model_len: int
     max_num_batched_tokens: int
+    version: str = ""
+    driver: str = ""
+    device_memory_bytes: int = 0
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class SchedulerLink:
+    """A scheduler as the router sees it; error says why the router is not connected.
+
+    clock_offset_s is the scheduler's clock minus the router's, less by the time of a report.
+    """
+
+    address: str
+    scheduler_id: str
+    connected: bool
+    version: str
+    clock_offset_s: float
+    error: str
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class PoolInfo:
-    """The workers, and what waits in and is out from the router that was asked."""
+    """The workers and schedulers, and what waits in and is out from the router that was asked.
+
+    version and time_unix_s (seconds since the epoch) are the router's. is_store_up: the status
+    store answers.
+    """
 
     workers: tuple[WorkerStatus, ...]
     num_queued: int
     num_in_flight: int
     num_paused: int
+    version: str = ""
+    time_unix_s: float = 0.0
+    schedulers: tuple[SchedulerLink, ...] = ()
+    has_store: bool = False
+    is_store_up: bool = False
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

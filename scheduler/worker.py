@@ -34,6 +34,9 @@ class WorkerSpec:
     role: WorkerRole = WorkerRole.MIXED
     device: str = ""
     dtype: str = ""
+    version: str = ""
+    driver: str = ""
+    device_memory_bytes: int = 0
 
 
 @dataclass(frozen=True, slots=True)

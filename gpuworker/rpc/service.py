@@ -36,6 +36,7 @@ from headrace.service.errors import (
     unimplemented,
 )
 from headrace.service.protocol import WORKER_ROLE
+from headrace.service.versions import check_peer, version
 from headrace.v1 import common_pb2, gpuworker_pb2, gpuworker_pb2_grpc
 from headrace.vocabulary import WorkerRole
 
@@ -137,8 +138,9 @@ class GpuWorkerService(gpuworker_pb2_grpc.GpuWorkerServicer):
         self._end_stream(unavailable("DRAINED", "this worker has shut down; use another"))
 
     async def Describe(
-        self, _request: gpuworker_pb2.DescribeRequest, _context: Any
+        self, request: gpuworker_pb2.DescribeRequest, _context: Any
     ) -> gpuworker_pb2.DescribeResponse:
+        check_peer("the scheduler", request.version, f"worker {self._identity.worker_id}")
         engine = self._require_engine()
         limits = engine.runner.limits
         return gpuworker_pb2.DescribeResponse(
@@ -163,6 +165,9 @@ class GpuWorkerService(gpuworker_pb2_grpc.GpuWorkerServicer):
                 max_num_batched_tokens=limits.max_num_batched_tokens,
                 num_spec_tokens=engine.runner.num_spec_tokens,
                 pipeline_depth=engine.pipeline_depth,
+                version=version(),
+                driver=engine.driver,
+                device_memory_bytes=engine.device_memory_bytes,
             )
         )
 

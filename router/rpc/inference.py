@@ -19,6 +19,7 @@ from headrace.service import telemetry
 from headrace.service.errors import ServiceError, invalid, not_found, unimplemented
 from headrace.service.handlers import write
 from headrace.service.requests import release_request
+from headrace.service.versions import version
 from headrace.status.store import StatusStore
 from headrace.v1 import common_pb2, inference_pb2, inference_pb2_grpc
 from router.aborts import Aborts
@@ -265,6 +266,11 @@ class InferenceService:
             num_queued=self._router.num_queued,
             num_in_flight=self._router.num_in_flight,
             num_paused=self._router.num_paused,
+            version=version(),
+            time_unix_s=time.time(),
+            schedulers=[scheduler.link() for scheduler in self._services.schedulers],
+            has_store=self._services.status.is_configured,
+            is_store_up=self._services.status.is_durable,
         )
 
     async def AuditPool(

@@ -10,12 +10,15 @@ import asyncio
 import contextlib
 import logging
 import random
+import time
 from collections.abc import Collection, Sequence
 from typing import Any
 
 import grpc.aio
 
+from headrace.service.channels import connect_failure
 from headrace.service.errors import ServiceError, from_rpc_error
+from headrace.service.versions import VERSION_SKEW, check_peer, version
 from headrace.v1 import common_pb2, inference_pb2, scheduler_pb2, scheduler_pb2_grpc
 from router.outputs import CompletionFinish
 from router.request import ClientCompletion
@@ -53,6 +56,9 @@ class SchedulerClient:
         self._is_leaving = False
         self._is_gone = asyncio.Event()
         self._scheduler_id = ""
+        self._error = ""
+        self._version = ""
+        self._clock_offset_s = 0.0
         self.workers: list[common_pb2.Worker] = []
 
     @property
@@ -64,6 +70,17 @@ class SchedulerClient:
     def scheduler_id(self) -> str:
         """The name that the scheduler gives itself; "" until it has reported."""
         return self._scheduler_id
+
+    def link(self) -> inference_pb2.SchedulerLink:
+        """The connection, for people."""
+        return inference_pb2.SchedulerLink(
+            address=self._name,
+            scheduler_id=self._scheduler_id,
+            connected=self._is_up,
+            version=self._version,
+            clock_offset_s=self._clock_offset_s,
+            error="" if self._is_up else self._error,
+        )
 
     def submit(self, completion: ClientCompletion) -> None:
         """Send a completion to its worker."""
@@ -170,11 +187,16 @@ class SchedulerClient:
     def _log_loss(self, error: BaseException | None) -> None:
         name = self._name
         match error:
-            case ServiceError():
-                logger.error("scheduler %s speaks wrongly: %s", name, error.message)
+            case ServiceError(reason=reason):
+                self._error = error.message
+                if reason == VERSION_SKEW:
+                    logger.error("not connected: %s", error.message)
+                else:
+                    logger.error("scheduler %s speaks wrongly: %s", name, error.message)
             case grpc.aio.AioRpcError():
+                self._error = connect_failure(error.details() or "")
                 level = logging.WARNING if self._is_up else logging.INFO
-                logger.log(level, "scheduler %s is not reachable: %s", name, error.details())
+                logger.log(level, "scheduler %s is not reachable: %s", name, self._error)
             case None | _StreamEndedError() | asyncio.InvalidStateError():
                 logger.warning("scheduler %s ended the connection", name)
             case _:
@@ -194,7 +216,7 @@ class SchedulerClient:
         raise _StreamEndedError
 
     async def _write(self, call: Any) -> None:
-        hello = scheduler_pb2.Hello(router_id=self._router_id)
+        hello = scheduler_pb2.Hello(router_id=self._router_id, version=version())
         await call.write(scheduler_pb2.RouterMessage(hello=hello))
         while True:
             await self._has_mail.wait()
@@ -212,8 +234,11 @@ class SchedulerClient:
 
     async def _watch(self, watch: Any) -> None:
         async for snapshot in watch:
-            self._scheduler_id = snapshot.scheduler_id
+            self._scheduler_id, self._version = snapshot.scheduler_id, snapshot.version
+            if snapshot.time_unix_s:
+                self._clock_offset_s = snapshot.time_unix_s - time.time()
             if not self._is_up:
+                check_peer(f"scheduler {self._name}", snapshot.version, "this router")
                 self._is_up = True
                 logger.info("scheduler %s is connected", self._name)
                 self._requests.on_connected(self)

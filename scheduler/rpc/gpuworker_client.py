@@ -8,6 +8,7 @@ import grpc.aio
 from headrace.service import terms
 from headrace.service.channels import ChannelConfig, open_channel
 from headrace.service.errors import ServiceError, from_rpc_error
+from headrace.service.versions import VERSION_SKEW, check_peer, version
 from headrace.v1 import common_pb2, gpuworker_pb2, gpuworker_pb2_grpc
 from scheduler.core.plan import StepPlan
 from scheduler.rpc import wire
@@ -40,14 +41,17 @@ class GpuWorkerClient:
         """The worker's spec; WorkerUnavailableError until the worker answers."""
         try:
             response = await self._stub.Describe(
-                gpuworker_pb2.DescribeRequest(), timeout=_ANSWER_TIMEOUT_S
+                gpuworker_pb2.DescribeRequest(version=version()), timeout=_ANSWER_TIMEOUT_S
             )
+            check_peer("the worker", response.worker.version, "this scheduler")
             if response.worker.state == common_pb2.WORKER_STATE_DRAINING:
                 raise WorkerUnavailableError("it is shutting down")
             return wire.worker_info(response.worker)
         except grpc.aio.AioRpcError as error:
             raise WorkerUnavailableError(f"{error.code().name}: {error.details()}") from error
         except ServiceError as error:
+            if error.reason == VERSION_SKEW:
+                raise WorkerUnavailableError(error.message) from error
             raise WorkerUnavailableError(f"it describes itself wrongly: {error}") from error
 
     async def execute(self) -> "ExecuteStream":

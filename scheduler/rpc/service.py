@@ -14,6 +14,7 @@ from headrace.service.errors import (
     unavailable,
 )
 from headrace.service.handlers import write
+from headrace.service.versions import check_peer
 from headrace.v1 import inference_pb2, scheduler_pb2, scheduler_pb2_grpc
 from headrace.vocabulary import RefusalReason
 from scheduler.aborts import abort
@@ -76,6 +77,7 @@ class SchedulerService(scheduler_pb2_grpc.SchedulerServicer):
         if hello is None or not hello.HasField("hello"):
             raise invalid("hello", "must be in the first message of the stream")
         wire.check_router_id(hello.hello.router_id)
+        check_peer(f"router {hello.hello.router_id}", hello.hello.version, "this scheduler")
         if self._is_closing:
             raise _drained()
         connection = RouterConnection(

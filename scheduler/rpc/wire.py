@@ -2,6 +2,7 @@
 
 import math
 import re
+import time
 from collections.abc import Collection, Iterable, Sequence
 from typing import assert_never, cast
 
@@ -17,6 +18,7 @@ from headrace.service.protocol import (
     WORKER_STATE,
 )
 from headrace.service.sampling import check_values
+from headrace.service.versions import version
 from headrace.v1 import common_pb2, gpuworker_pb2, inference_pb2, scheduler_pb2
 from headrace.vocabulary import CancelReason, FinishReason, WorkerRole
 from scheduler.core.plan import Int32Array, RequestStatus, StepPlan, StepResult
@@ -28,6 +30,8 @@ from scheduler.updates import RequestEnd, RouterUpdate
 from scheduler.worker import RowLogprobs, WorkerResult, WorkerSpec
 
 # One of several completions carries its number: "id#0".
+# Of a worker's words about itself.
+_MAX_WORDS_CHARS = 128
 # As routers make them: TENANT/ID#COMPLETION, of which ID is always there.
 _VALID_ID = re.compile(r"([A-Za-z0-9._-]{1,64}/)?[A-Za-z0-9._:-]{1,128}(#[0-9]{1,2})?")
 _MAX_ROUTER_ID_CHARS = 256
@@ -168,6 +172,8 @@ def pool_snapshot(
         scheduler_id=scheduler_id,
         workers=[_worker(load) for load in loads],
         draining=is_draining,
+        version=version(),
+        time_unix_s=time.time(),
     )
 
 
@@ -295,6 +301,9 @@ def worker_info(message: common_pb2.Worker) -> WorkerSpec:
         role=WORKER_ROLE.word(message.role, WorkerRole.MIXED),
         device=message.device,
         dtype=message.dtype,
+        version=message.version[:_MAX_WORDS_CHARS],
+        driver=message.driver[:_MAX_WORDS_CHARS],
+        device_memory_bytes=message.device_memory_bytes,
     )
 
 
@@ -318,6 +327,9 @@ def _worker(load: WorkerLoad) -> common_pb2.Worker:
         num_waiting=load.num_waiting,
         device=info.device,
         dtype=info.dtype,
+        version=info.version,
+        driver=info.driver,
+        device_memory_bytes=info.device_memory_bytes,
         displaces_by_priority=info.displaces_by_priority,
     )
 

@@ -15,7 +15,7 @@ from gpuworker.config import KvCacheSettings, WorkerSettings
 from gpuworker.engine import DeviceParts, LoadedModel, load_engine
 from gpuworker.kernels.twins import TorchOps
 from gpuworker.kv_pool import KvPoolError, block_bytes, num_blocks_that_fit
-from gpuworker.machine import gpu_driver
+from gpuworker.machine import driver_version, gpu_driver
 from gpuworker.models.source import open_source
 from tests.gpuworker.tiny import LLAMA, save_checkpoint
 
@@ -186,3 +186,14 @@ def test_without_triton_a_gpu_runs_torchs_passes_and_records_no_graphs(
     parts = DeviceParts.of(torch.device("cuda"))
     assert isinstance(parts.ops, TorchOps)
     assert parts.make_recorder is None
+
+
+def test_the_driver_is_named_as_the_kernel_tells(tmp_path):
+    nvidia, amd = tmp_path / "nvidia", tmp_path / "amd"
+    assert driver_version(nvidia, amd) == ""
+    amd.write_text("6.12.12\n")
+    assert driver_version(nvidia, amd) == "6.12.12"
+    nvidia.write_text(
+        "NVRM version: NVIDIA UNIX x86_64 Kernel Module  580.65.06  Thu Jul 17 21:08:29 UTC 2025\n"
+    )
+    assert driver_version(nvidia, amd) == "580.65.06"
