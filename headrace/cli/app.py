@@ -35,6 +35,7 @@ _COMMANDS = {
     "models": "List the models that are served.",
     "pool": "Show the workers and their load, or audit their KV blocks.",
     "top": "Show the workers and their load until Ctrl-C.",
+    "doctor": "Check a deployment, and say what to do.",
     "keys": "Make, list and revoke API keys.",
 }
 _MODULES = {
