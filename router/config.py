@@ -4,7 +4,7 @@ from typing import Annotated, Literal
 
 import msgspec
 
-from headrace.service.config import help_text
+from headrace.service.config import StoreSettings, help_text
 from headrace.service.serving import ServingConfig
 from router.core.admission import Limits, TenantLimits
 from router.core.pauses import SlowClient, UnreadLimits
@@ -14,7 +14,7 @@ from router.rules import Rules
 DrainMode = Literal["handover", "finish"]
 
 
-class RouterConfig(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
+class RouterConfig(StoreSettings, frozen=True, forbid_unknown_fields=True):
     """What a router serves, its schedulers, and its limits."""
 
     router_id: Annotated[
@@ -33,13 +33,6 @@ class RouterConfig(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
     ] = ""
     model_name: Annotated[
         str, help_text("Name that requests use for the model; empty is `model`'s last part.")
-    ] = ""
-    store_url: Annotated[
-        str,
-        help_text(
-            "Status store: redis://, redis+sentinel://, redis+cluster:// (rediss for TLS) or"
-            " unix://; empty keeps no status."
-        ),
     ] = ""
     policy: Annotated[
         OrderName, help_text("Order of waiting requests; fair is between tenants.")

@@ -4,11 +4,11 @@ from typing import Annotated, Literal
 
 import msgspec
 
-from headrace.service.config import help_text
+from headrace.service.config import StoreSettings, help_text
 from scheduler.core.policy import PolicySetting
 
 
-class SchedulerSettings(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
+class SchedulerSettings(StoreSettings, frozen=True, forbid_unknown_fields=True):
     """The scheduler's name, limits and policies. 0 means: the worker's own limit."""
 
     scheduler_id: Annotated[str, help_text("Name of this scheduler; the host's if empty.")] = ""
@@ -18,13 +18,6 @@ class SchedulerSettings(msgspec.Struct, frozen=True, forbid_unknown_fields=True)
         help_text(
             "Labels of gpuworkers' pods, for discovery by Kubernetes, e.g."
             " app.kubernetes.io/component=gpuworker."
-        ),
-    ] = ""
-    store_url: Annotated[
-        str,
-        help_text(
-            "Status store: redis://, redis+sentinel://, redis+cluster:// (rediss for TLS) or"
-            " unix://; empty keeps no status."
         ),
     ] = ""
     policy: Annotated[PolicySetting, help_text("Order of waiting requests.")] = "fcfs"

@@ -31,6 +31,23 @@ class ConfigError(click.ClickException):
     exit_code = 2
 
 
+class StoreSettings(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
+    """Settings with the URL of the status store, whose password is in no repr."""
+
+    store_url: Annotated[
+        str,
+        msgspec.Meta(
+            description="Status store: redis://, redis+sentinel://, redis+cluster:// (rediss for"
+            " TLS) or unix://; empty keeps no status. With a password, give it in the environment."
+        ),
+    ] = ""
+
+    def __repr__(self) -> str:
+        values = msgspec.structs.asdict(self)
+        values["store_url"] = "..." if self.store_url else ""
+        return f"{type(self).__name__}({values})"
+
+
 def help_text(text: str, **bounds: Any) -> Any:
     """Metadata of a field: its text in --help, and its bounds (ge, gt, le, lt)."""
     return msgspec.Meta(description=text, **bounds)

@@ -22,18 +22,18 @@ from headrace.service.tls import read_authorities, read_pair
 from headrace.service.watched import Watched
 
 _MAX_PORT = 65_535
-# Clients behind gateways ping during a long prefill, in which nothing is sent.
+# Clients behind gateways ping during a long prefill, in which nothing is sent. A connection is
+# closed after a hundred pings that each come sooner than a second after the last, with nothing
+# sent between.
 _PINGS = (
-    ("grpc.http2.max_ping_strikes", 0),
-    ("grpc.http2.min_ping_interval_without_data_ms", 10_000),
+    ("grpc.http2.max_ping_strikes", 100),
+    ("grpc.http2.min_ping_interval_without_data_ms", 1_000),
     ("grpc.keepalive_permit_without_calls", 1),
 )
 # Limits for connections that finish no handshake, answer no ping, or carry no call.
 _HANDSHAKE_MS = 10_000
 _PING_MS, _PONG_MS = 60_000, 20_000
 _MAX_IDLE_MS = 300_000
-_MAX_CONNECTIONS = 4096
-_MAX_STREAMS = 4096
 _STOP_SIGNALS = (signal.SIGTERM, signal.SIGINT)
 
 
@@ -75,6 +75,20 @@ class ServingConfig(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
     max_message_bytes: Annotated[
         int, help_text("Largest message taken; a router's default is 5 MiB.", ge=1)
     ] = 16 * 1024 * 1024
+    max_metadata_bytes: Annotated[
+        int, help_text("Most metadata of a call, names and values.", ge=1024)
+    ] = 8192
+    max_connections: Annotated[
+        int,
+        help_text(
+            "Connections at a time, at most half of the open files that the process may have;"
+            " more are closed at once.",
+            ge=1,
+        ),
+    ] = 4096
+    max_streams_per_connection: Annotated[
+        int, help_text("Calls at a time on one connection; more wait or are refused.", ge=1)
+    ] = 4096
     drain_timeout_s: Annotated[float, help_text("Time to finish work after SIGTERM.", ge=0)] = 30.0
 
 
@@ -110,7 +124,7 @@ class GrpcServer:
                 # Two processes must not listen on one port.
                 ("grpc.so_reuseport", 0),
                 *_PINGS,
-                *_hostile_peers(),
+                *_hostile_peers(config),
             ],
         )
         names = (*service_names, health.FULL_NAME, reflection.SERVICE_NAME)
@@ -187,7 +201,7 @@ def _tls_credentials(cert_file: str, key_file: str, client_ca_file: str) -> grpc
     )
 
 
-def _hostile_peers() -> tuple[tuple[str, int], ...]:
+def _hostile_peers(config: ServingConfig) -> tuple[tuple[str, int], ...]:
     """Options that bound the cost of idle, slow and greedy connections."""
     # Half of the descriptors are kept for files and for connections to other services.
     num_files, _ = resource.getrlimit(resource.RLIMIT_NOFILE)
@@ -197,8 +211,11 @@ def _hostile_peers() -> tuple[tuple[str, int], ...]:
         ("grpc.keepalive_timeout_ms", _PONG_MS),
         ("grpc.http2.ping_timeout_ms", _PONG_MS),
         ("grpc.max_connection_idle_ms", _MAX_IDLE_MS),
-        ("grpc.max_allowed_incoming_connections", min(_MAX_CONNECTIONS, num_files // 2)),
-        ("grpc.max_concurrent_streams", _MAX_STREAMS),
+        ("grpc.max_allowed_incoming_connections", min(config.max_connections, num_files // 2)),
+        ("grpc.max_concurrent_streams", config.max_streams_per_connection),
+        # Between the two, gRPC refuses some calls and not others.
+        ("grpc.max_metadata_size", config.max_metadata_bytes),
+        ("grpc.absolute_max_metadata_size", config.max_metadata_bytes),
         # With the probe the window of a stream grows to megabytes before its request is read.
         ("grpc.http2.bdp_probe", 0),
     )
