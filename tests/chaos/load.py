@@ -20,6 +20,7 @@ from tests.chaos.wanted import Wanted
 
 # In which a client has read what was sent to it before.
 _BUFFERED_S = 2.0
+_LOOK_S = 5.0
 _CLASH_S, _CLASHED = 20.0, "CLASHED"
 _ENDED_BY_ABORT = {grpc.StatusCode.ABORTED, grpc.StatusCode.NOT_FOUND}
 _OUTCOMES = inference_pb2.AbortOutcome
@@ -48,7 +49,7 @@ class Client:
     ) -> None:
         """finish_by_name gets what each ended request received, by its id.
 
-        request_s: how long a request may take.
+        request_s: how long a request may be without news.
         """
         self._request_s = request_s
         self._name = name
@@ -83,9 +84,9 @@ class Client:
         request_id = wanted.request.request_id
         received = Received(wanted)
         self._tally.requests[wanted.does] += 1
+        reading = asyncio.create_task(getattr(self, f"_{wanted.does}")(self._reader(received)))
         try:
-            async with asyncio.timeout(self._request_s):
-                whole = await getattr(self, f"_{wanted.does}")(self._reader(received))
+            whole = await self._while_it_goes_on(reading, received)
         except TimeoutError:
             self._violation(wanted, f"stuck at {received.positions}")
         except FailedError as failure:
@@ -93,9 +94,23 @@ class Client:
         else:
             self._ended[request_id] = whole or received
         finally:
+            reading.cancel()
             self._tally.ended(request_id)
+            self._tally.progress_s.pop(request_id, None)
         for fault in received.faults:
             self._violation(wanted, fault)
+
+    async def _while_it_goes_on(
+        self, reading: asyncio.Task[Received | None], received: Received
+    ) -> Received | None:
+        """What a reading gives; TimeoutError when nothing has come for too long."""
+        request_id = received.wanted.request.request_id
+        while not reading.done():
+            await asyncio.wait([reading], timeout=_LOOK_S)
+            since_s = self._tally.progress_s.get(request_id, received.began_s)
+            if not reading.done() and time.monotonic() - since_s > self._request_s:
+                raise TimeoutError
+        return reading.result()
 
     def _failed(self, received: Received, error: ServiceError) -> None:
         wanted = received.wanted
@@ -105,7 +120,9 @@ class Client:
             self._tally.events["aborted before its first token"] += 1
         elif error.reason == _CLASHED:
             self._tally.events["clash: accepted without a store"] += 1
-        elif error.reason in SEND_AGAIN and self._tally.may_be_lost(error.reason, received.began_s):
+        elif error.reason in SEND_AGAIN and self._tally.may_be_lost(
+            error.reason, received.began_s, received.first_s
+        ):
             self._tally.events["lost, admitted without a store"] += 1
         elif error.reason == "SCHEDULERS_LOST" and self._tally.may_be_blamed(received.began_s):
             # Blamed for the kills, as a request that kills schedulers is.

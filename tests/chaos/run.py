@@ -26,7 +26,7 @@ _STORE_IS_BACK_AFTER_S = {"single": 3.0, "sentinel": 10.0, "cluster": 6.0}
 class Run:
     """What to run; ends after run_s, or at the so-manieth SIGKILL where max_kills is given.
 
-    request_s: longer than any request needs, even if each of its owners is killed again and again.
+    request_s: longer than any request is without news, even if its owners are killed often.
     patience_s: how long each check at the end may take. tail_s: within so long after run_s a run
     must end.
     """
@@ -36,7 +36,7 @@ class Run:
     max_kills: int = 0
     num_clients: int = 16
     interval_s: float = 1.0
-    request_s: float = 400.0
+    request_s: float = 300.0
     patience_s: float = 90.0
     tail_s: float = 900.0
     ends_at_violation: bool = False
