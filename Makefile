@@ -12,7 +12,7 @@ IN_PARALLEL := -n logical --maxprocesses 8 --dist loadfile
 .DEFAULT_GOAL := help
 .PHONY: help setup demo test test-kernels check-kernels bench bench-scheduler bench-control bench-gpu bench-host
 .PHONY: bench-drafts bench-store chaos images
-.PHONY: check format protos docs lock clean
+.PHONY: audit check format protos docs lock clean
 
 help: ## Say what there is
 	@awk -F ':.*## ' '/^[a-z-]+:.*## / {printf "  make %-16s %s\n", $$1, $$2}' $(MAKEFILE_LIST)
@@ -81,7 +81,13 @@ check: $(STAMP) ## Format, lint, types, layers, protos, sizes
 	$(BIN)/buf breaking protos --against tests/data/protos/0.1.0.binpb
 	PATH=$(abspath $(BIN)):$$PATH $(BIN)/python protos/generate.py --check
 	$(BIN)/python .ci/ceilings.py
+	$(BIN)/python .ci/dependencies.py
 	$(BIN)/hadolint helm/images/*.Containerfile
+
+audit: $(STAMP) ## Look for known vulnerabilities in requirements.lock; needs the internet
+	@$(PYTHON) -m venv build/audit
+	@build/audit/bin/python -m pip install -q --disable-pip-version-check pip-audit || { echo "make audit: the package index cannot be reached; run this where it can"; exit 2; }
+	@build/audit/bin/pip-audit --disable-pip --no-deps -r requirements.lock || { echo "make audit: vulnerabilities are listed above; an error of the connection means that nothing was checked"; exit 1; }
 
 format: $(STAMP) ## Format and mend what can be mended
 	$(BIN)/ruff check --fix .
