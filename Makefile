@@ -11,7 +11,7 @@ IN_PARALLEL := -n logical --maxprocesses 8 --dist loadfile
 
 .DEFAULT_GOAL := help
 .PHONY: help setup demo test test-kernels check-kernels bench bench-scheduler bench-control bench-gpu bench-host
-.PHONY: bench-drafts bench-store chaos images
+.PHONY: bench-drafts bench-store bench-telemetry chaos images
 .PHONY: audit check format protos docs lock clean
 
 help: ## Say what there is
@@ -67,6 +67,9 @@ bench-drafts: $(STAMP) ## What speculation is worth: acceptance and speed-up on 
 
 bench-control: $(STAMP) ## What router and scheduler cost, with a worker that answers at once
 	@$(BIN)/python -m benchmarks.control $(ARGS)
+
+bench-telemetry: $(STAMP) ## What metrics and traces cost
+	@$(BIN)/python -m benchmarks.telemetry $(ARGS)
 
 bench-store: $(STAMP) ## What it costs to keep requests in the store
 	@$(BIN)/python -m benchmarks.store $(ARGS)

@@ -48,6 +48,15 @@ class Deployment:
             time.sleep(0.02)
         return file.read_text()
 
+    def observed(self) -> tuple[str, ...]:
+        """Flags of a service with metrics and traces; a collector must have been started."""
+        file = self._folder / f"{len(self._children)}.admin"
+        endpoint = (self._folder / "collector.address").read_text()
+        return (
+            *("--otlp-endpoint", f"http://{endpoint}"),
+            *("--admin-listen", "127.0.0.1:0", "--admin-address-file", str(file)),
+        )
+
     def connect(self, address: str) -> None:
         """Open the client's connections."""
         options = [("grpc.use_local_subchannel_pool", 1)]
@@ -97,8 +106,9 @@ async def deployment(
     *,
     num_kv_blocks: int = 200_000,
     has_store: bool = False,
+    is_observed: bool = False,
 ) -> AsyncIterator[Deployment]:
-    """All services, started and with a model ready."""
+    """All services, started and with a model ready; observed ones export metrics and traces."""
     async with AsyncExitStack() as stack:
         folder = Path(stack.enter_context(tempfile.TemporaryDirectory()))
         ours = Deployment(folder)
@@ -113,9 +123,13 @@ async def deployment(
             *("--num-workers", str(num_workers), "--num-kv-blocks", str(num_kv_blocks)),
         )
         worker_flags = [flag for one in workers.split(",") for flag in ("--worker", one)]
-        scheduler = ours.start("scheduler", *worker_flags, *store_flags)
+        if is_observed:
+            ours.start("benchmarks.collector")
+        flags = (*store_flags, *(ours.observed() if is_observed else ()))
+        scheduler = ours.start("scheduler", *worker_flags, *flags)
         model_flags = ["--model", str(_write_model(folder)), "--model-name", MODEL]
-        ours.connect(ours.start("router", "--scheduler", scheduler, *model_flags, *store_flags))
+        flags = (*store_flags, *(ours.observed() if is_observed else ()))
+        ours.connect(ours.start("router", "--scheduler", scheduler, *model_flags, *flags))
         while not await _has_workers(ours.stubs[0], num_workers):  # noqa: ASYNC110
             await asyncio.sleep(0.05)
         yield ours

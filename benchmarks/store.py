@@ -12,7 +12,6 @@ times.
 import asyncio
 import json
 import os
-import statistics
 import time
 from contextlib import AsyncExitStack
 from pathlib import Path
@@ -23,7 +22,8 @@ import psutil
 import uvloop
 
 from benchmarks.control import shown
-from benchmarks.deployment import Deployment, deployment, request
+from benchmarks.deployment import deployment
+from benchmarks.turns import take_turns
 from headrace.status.batches import BatchWriter
 from headrace.status.connect import Connection
 from headrace.status.embedded import EmbeddedStore
@@ -37,7 +37,6 @@ from headrace.status.store import StatusStore
 _NUM_BATCHES = 200
 _TOKENS_PER_PIECE = 4
 _CREATED = time.time()
-_NUM_CLIENTS = 64
 
 Result = dict[str, Any]
 
@@ -89,49 +88,14 @@ def _cpu_s(process: psutil.Process) -> float:
     return float(times.user + times.system)
 
 
-async def turn(ours: Deployment, num_tokens: int) -> Result:
-    """64 clients that each read one stream."""
-    result: Result = {}
-    num_got = 0
-
-    async def one(stub: Any) -> None:
-        nonlocal num_got
-        async for message in stub.Generate(request(num_tokens)):
-            num_got += sum(len(output.token_ids) for output in message.outputs)
-
-    with ours.measured(result, "token", lambda: num_got):
-        stubs = ours.stubs
-        await asyncio.gather(*(one(stubs[n % len(stubs)]) for n in range(_NUM_CLIENTS)))
-    return result
-
-
 async def compare(step_ms: float, num_tokens: int, num_turns: int) -> Result:
-    """Turns with and without the store, and the medians of both."""
-    turns: dict[str, list[Result]] = {"no store": [], "store": []}
+    """Turns with and without the store."""
     async with AsyncExitStack() as stack:
         stacks = {
             name: await stack.enter_async_context(deployment(step_ms, has_store=name == "store"))
-            for name in turns
+            for name in ("no store", "store")
         }
-        for number in range(num_turns + 1):
-            for name in sorted(turns, reverse=bool(number % 2)):
-                result = await turn(stacks[name], num_tokens)
-                if number:  # the first turn warms up
-                    turns[name].append(result)
-    rates = {name: [r["tokens_per_s"] for r in results] for name, results in turns.items()}
-    ratios = [a / b for a, b in zip(rates["store"], rates["no store"], strict=True)]
-    return {
-        "turns": num_turns,
-        "ratio": round(statistics.median(ratios), 3),
-        "tokens_per_s": {name: statistics.median(values) for name, values in rates.items()},
-        **{
-            f"cpu_us, {name}": {
-                process: statistics.median(r["cpu_us_per_token"][process] for r in results)
-                for process in results[0]["cpu_us_per_token"]
-            }
-            for name, results in turns.items()
-        },
-    }
+        return await take_turns(stacks, num_tokens, num_turns)
 
 
 async def run(num_turns: int) -> Result:

@@ -263,6 +263,9 @@ CHART = Section(
                 "otlpPort": integer(
                     4317, "Port that egress policies open for it.", least=1, most=65535
                 ),
+                "logFormat": choice(
+                    "text", ["text", "json"], "Lines for people, or one JSON object a line."
+                ),
                 "logLevel": choice(
                     "info", ["debug", "info", "warning", "error"], "Least severe line to log."
                 ),

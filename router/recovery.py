@@ -147,10 +147,11 @@ class Recovery:
         if claimed is not None:
             tokenizer = self._take_ups.tokenizer(origin)
             self._router.recover(self._take_ups.decode(claimed), tokenizer)
-            logger.info("recovered %s", stored.request_id)
+            logger.info("recovered %s", stored.request_id, extra={"request_id": stored.request_id})
 
     async def _fail(self, stored: Stored, why: str) -> None:
-        logger.warning("%s is given up: %s", stored.request_id, why)
+        ids = {"request_id": stored.request_id}
+        logger.warning("%s is given up: %s", stored.request_id, why, extra=ids)
         await self._take_ups.claim(stored, State.ERROR, detail=why)
 
     async def _is_lost(self, living: Sequence[Record]) -> bool:

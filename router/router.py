@@ -296,7 +296,8 @@ class Router:
             completion = request.completions[index]
             if completion.epoch != refused.epoch or completion.finish is not None:
                 continue
-            logger.info("%s: the store has it as %s of another owner", refused.name, refused.state)
+            text, ids = "%s: the store has it as %s of another owner", {"request_id": refused.name}
+            logger.info(text, refused.name, refused.state, extra=ids)
             if refused.is_aborted:
                 self.live.end_all(request, CompletionFinish(FinishReason.ABORTED))
                 continue

@@ -87,7 +87,11 @@ def on_superseded(
         # A router may have taken the request over since the refused piece was taken.
         if request is None or request.submission.epoch != refused.epoch:
             continue
-        logger.info("%s: the store has it as %s of another owner", refused.name, refused.state)
+        logger.info(
+            "%s: the store has it as %s of another owner",
+            *(refused.name, refused.state),
+            extra={"request_id": refused.name},
+        )
         if refused.is_aborted:
             _supersede(switchboard, request)
         else:

@@ -99,7 +99,9 @@ class TokenJournal:
         while len(self._ended) > _MAX_ENDED or self._num_ended_tokens > _MAX_ENDED_TOKENS:
             _, oldest = self._ended.popitem(last=False)
             self._num_ended_tokens -= len(oldest.token_ids)
-            logger.warning("journal of %s: the store is away too long", oldest.update.request_id)
+            name = oldest.update.request_id
+            text = "journal of %s: the store is away too long"
+            logger.warning(text, name, extra={"request_id": name})
 
     def forget(self, request: LiveRequest) -> None:
         """Keep nothing of a request that ends here and goes on elsewhere."""

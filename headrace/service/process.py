@@ -4,7 +4,6 @@ import asyncio
 import contextlib
 import ctypes
 import gc
-import logging
 import os
 import resource
 import signal
@@ -15,7 +14,9 @@ from typing import Annotated, Any, Literal
 
 import msgspec
 
+from headrace.service import logs
 from headrace.service.config import help_text
+from headrace.service.logs import LogFormat
 
 _PR_SET_PDEATHSIG = 1
 
@@ -26,6 +27,9 @@ class ProcessConfig(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
     log_level: Annotated[
         Literal["debug", "info", "warning", "error"], help_text("Least severe line to log.")
     ] = "info"
+    log_format: Annotated[LogFormat, help_text("Lines for people, or one JSON object a line.")] = (
+        "text"
+    )
     otlp_endpoint: Annotated[
         str, help_text("OTLP/gRPC collector for traces and metrics, e.g. http://127.0.0.1:4317.")
     ] = ""
@@ -36,11 +40,7 @@ class ProcessConfig(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
 
 def run(name: str, config: ProcessConfig, main: Coroutine[Any, Any, None]) -> None:
     """Run a service to its end, on uvloop where there is one."""
-    logging.basicConfig(
-        level=config.log_level.upper(),
-        stream=sys.stderr,
-        format=f"%(asctime)s %(levelname)s {name} %(message)s",
-    )
+    logs.setup(name, config.log_level, config.log_format)
     if os.environ.get("HEADRACE_PARENT_DEATH") == "1":
         die_with_parent()
     _allow_many_files()

@@ -284,7 +284,11 @@ class WriteBehind:
         """Gives up a completion whose record does not come."""
         self.num_refused += 1
         what = item.state if isinstance(item, Update) else "its journal"
-        logger.warning("status of %s: %s never became possible", item.request_id, what)
+        logger.warning(
+            "status of %s: %s never became possible",
+            *(item.request_id, what),
+            extra={"request_id": item.request_id},
+        )
         if len(self._lost) < self._max_completions:
             self._lost.add(item.request_id)
 

@@ -15,7 +15,7 @@ from typing import Any
 import grpc
 import grpc.aio
 
-from headrace.service import telemetry
+from headrace.service import logs, telemetry
 from headrace.service.errors import ServiceError, invalid, not_found, unimplemented
 from headrace.service.handlers import write
 from headrace.service.requests import release_request
@@ -73,6 +73,7 @@ class InferenceService:
         access = Access()
         model_name = wire.choose_model(request.model, self._services.models)
         request_id = access.enter(request)
+        logs.request_id.set(request_id)
         wanted = wire.take_first_tokens(request)
         body = wire.body_of(request)
         if body:

@@ -53,7 +53,7 @@ and certificate this is) and perhaps next (the service that is called).
 {{- $_ := set $channel "tls_cert_file" "/etc/headrace/tls/tls.crt" -}}
 {{- $_ := set $channel "tls_key_file" "/etc/headrace/tls/tls.key" -}}
 {{- end -}}
-{{- $process := dict "log_level" .root.Values.telemetry.logLevel -}}
+{{- $process := dict "log_level" .root.Values.telemetry.logLevel "log_format" .root.Values.telemetry.logFormat -}}
 {{- with .root.Values.telemetry.otlpEndpoint -}}
 {{- $_ := set $process "otlp_endpoint" . -}}
 {{- end -}}

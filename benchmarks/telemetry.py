@@ -1,0 +1,132 @@
+"""`make bench-telemetry`: what metrics and traces cost.
+
+First counting alone, which is always on: the time of all the counting of one step and of one
+request. Then 64 streams through all services: two stacks that differ in nothing but telemetry run
+side by side and take turns, so that both see the same machine. One exports nothing. Router and
+scheduler of the other are scraped every 5 s, and send their metrics every 10 s and a tenth of the
+traces to a collector.
+`ratio` is the rate of a turn with telemetry over the rate of the turn without it, the median over
+the turns. CPU times compare better than rates, because load on the machine lowers rates much more
+than it raises CPU times.
+"""
+
+import asyncio
+import contextlib
+import json
+import os
+import time
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import click
+import numpy as np
+import uvloop
+
+from benchmarks.control import shown
+from benchmarks.deployment import deployment
+from benchmarks.turns import take_turns
+from headrace.service.metrics import Recorder
+from router.metrics import DURATION
+from scheduler.core.plan import NO_FACTS, StepPlan
+from scheduler.metrics import WorkerMeter
+from scheduler.updates import NO_DRAFTS
+
+_NUM_STREAMS = 64
+_NUM_TIMED = 20_000
+_TRACED = {
+    "OTEL_TRACES_SAMPLER": "parentbased_traceidratio",
+    "OTEL_TRACES_SAMPLER_ARG": "0.1",
+    "OTEL_METRIC_EXPORT_INTERVAL": "10000",
+}
+
+Result = dict[str, Any]
+
+
+def counting() -> Result:
+    """CPU microseconds of what is counted in one step of 64 decodes, and of one histogram value."""
+    plan = _plan()
+    meter, recorder = WorkerMeter(), Recorder(DURATION)
+
+    def step() -> None:
+        meter.planned(plan)
+        meter.sent(plan, 512, 1.0)
+        meter.got_result(plan, 1.0, 1.02, _NUM_STREAMS, NO_DRAFTS, is_dry=True)
+
+    labels = ("chat", "headrace", "model", "")
+    us_per_step = _us_each(step)
+    return {
+        "us_per_step": round(us_per_step, 2),
+        "us_per_token_of_64": round(us_per_step / _NUM_STREAMS, 3),
+        "us_per_histogram_value": round(_us_each(lambda: recorder.record(0.3, labels)), 2),
+    }
+
+
+def _us_each(work: Callable[[], None]) -> float:
+    work()
+    began = time.process_time()
+    for _ in range(_NUM_TIMED):
+        work()
+    return (time.process_time() - began) / _NUM_TIMED * 1e6
+
+
+def _plan() -> StepPlan:
+    rows = np.arange(_NUM_STREAMS, dtype=np.int32)
+    none = np.empty(0, dtype=np.int32)
+    return StepPlan(
+        step_id=0,
+        freed_rows=none,
+        row_requests=(),
+        appended_block_rows=none,
+        appended_block_ids=none,
+        rows=rows,
+        num_computed_tokens=rows + 100,
+        num_scheduled_tokens=np.ones_like(rows),
+        num_draft_tokens=none,
+        draft_token_ids=none,
+        is_prefill_chunk=np.zeros(_NUM_STREAMS, dtype=np.bool_),
+        admissions=(),
+        preempted_keys=(),
+        expired=(),
+        facts=NO_FACTS,
+    )
+
+
+async def compare(step_ms: float, num_tokens: int, num_turns: int) -> Result:
+    """Turns with and without telemetry."""
+    async with contextlib.AsyncExitStack() as stack:
+        stacks = {
+            "off": await stack.enter_async_context(deployment(step_ms)),
+            "on": await stack.enter_async_context(deployment(step_ms, is_observed=True)),
+        }
+        return await take_turns(stacks, num_tokens, num_turns)
+
+
+async def run(num_turns: int) -> Result:
+    """Runs every measurement and prints each result at once."""
+    results: Result = {"counting": counting()}
+    click.echo(shown("counting", results["counting"]))
+    for title, step_ms, num_tokens in (
+        ("64 streams, steps at once", 0.0, 2000),
+        ("64 streams, a step every 20 ms", 20.0, 150),
+    ):
+        results[title] = await compare(step_ms, num_tokens, num_turns)
+        click.echo(shown(title, results[title]))
+    return results
+
+
+@click.command(context_settings={"show_default": True})
+@click.option("--turns", default=9, help="Turns of each stack.")
+@click.option("--json", "json_file", type=click.Path(path_type=Path), help="Figures as JSON.")
+def main(turns: int, json_file: Path | None) -> None:
+    """Measure what metrics and traces cost on this machine."""
+    os.environ["HEADRACE_PARENT_DEATH"] = "1"
+    os.environ.update(_TRACED)
+    with asyncio.Runner(loop_factory=uvloop.new_event_loop) as runner:
+        results = runner.run(run(turns))
+    if json_file is not None:
+        json_file.write_text(json.dumps(results, indent=2) + "\n", encoding="utf-8")
+
+
+if __name__ == "__main__":
+    main()
