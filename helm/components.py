@@ -278,3 +278,40 @@ SCHEDULER = Section(
         **_service("scheduler", {"cpu": "500m", "memory": "512Mi"}),
     },
 )
+
+MONITORING = Section(
+    "Metrics, and probes over HTTP, on an admin port (8710) of every pod.",
+    {
+        "enabled": switch(
+            False,
+            "Open the port. With auth.enabled, /metrics wants the token of the pod's service.",
+        ),
+        "scrapers": kube_list(
+            [], "Peers that the network policies let reach the port; empty is nobody."
+        ),
+        "podMonitors": Section(
+            "PodMonitors for the Prometheus operator (monitoring.coreos.com/v1).",
+            {
+                "enabled": switch(False, "Make the PodMonitors."),
+                "interval": text("15s", "Time between two scrapes."),
+                "labels": string_map({}, "Labels by which a Prometheus selects them."),
+            },
+        ),
+        "rules": Section(
+            "Alerts as a PrometheusRule (monitoring.coreos.com/v1): monitoring/rules.yaml.",
+            {
+                "enabled": switch(False, "Make the PrometheusRule."),
+                "labels": string_map({}, "Labels by which a Prometheus selects it."),
+            },
+        ),
+        "dashboard": Section(
+            "Grafana's dashboard as a ConfigMap: monitoring/dashboard.json.",
+            {
+                "enabled": switch(False, "Make the ConfigMap."),
+                "labels": string_map(
+                    {"grafana_dashboard": "1"}, "Labels by which Grafana's sidecar finds it."
+                ),
+            },
+        ),
+    },
+)

@@ -1,6 +1,6 @@
 """Every value of the chart, in the order of values.yaml."""
 
-from helm.components import ROUTER, SCHEDULER, STORE, WORKER, placement, pod, pools
+from helm.components import MONITORING, ROUTER, SCHEDULER, STORE, WORKER, placement, pod, pools
 from helm.declare import (
     Section,
     choice,
@@ -217,10 +217,10 @@ CHART = Section(
             {
                 "type": choice(
                     "auto",
-                    ["auto", "grpc", "tcp", "exec"],
-                    "`grpc` needs Kubernetes 1.24 and no TLS; `exec` runs the image's own check;"
-                    " `tcp` sees an open port only; `auto` is `grpc` where possible, else `exec`."
-                    " The services have no HTTP port.",
+                    ["auto", "grpc", "http", "tcp", "exec"],
+                    "`grpc` needs Kubernetes 1.24 and no TLS; `http` needs monitoring.enabled;"
+                    " `exec` runs the image's own check; `tcp` sees an open port only; `auto` is"
+                    " `grpc` where possible, else `exec`.",
                 ),
                 "startupBudgetSeconds": integer(
                     1800, "Time to fetch and load a model.", least=MIN_STARTUP_S
@@ -256,6 +256,7 @@ CHART = Section(
                 ),
             },
         ),
+        "monitoring": MONITORING,
         "telemetry": Section(
             "Traces and logs.",
             {

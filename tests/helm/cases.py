@@ -50,6 +50,14 @@ SUPPLIED = {
     },
 }
 
+MONITORING: dict[str, Any] = {
+    "enabled": True,
+    "scrapers": [{"namespaceSelector": {"matchLabels": {"name": "monitoring"}}}],
+    "podMonitors": {"enabled": True, "labels": {"release": "prometheus"}},
+    "rules": {"enabled": True},
+    "dashboard": {"enabled": True},
+}
+
 CASES: dict[str, dict[str, Any]] = {
     "defaults": {},
     "on a CPU": {"gpuworker": CPU},
@@ -77,6 +85,8 @@ CASES: dict[str, dict[str, Any]] = {
         "router": {"autoscaling": {"type": "keda", "triggers": [TRIGGER]}},
         "gpuworker": {"autoscaling": {"type": "keda", "minReplicas": 0, "triggers": [TRIGGER]}},
     },
+    "monitoring": {"monitoring": MONITORING, "probes": {"type": "http"}},
+    "monitoring with tls": {"monitoring": MONITORING, "tls": SUPPLIED},
     "tls of cert-manager": {"tls": CERT_MANAGER},
     "tls of an issuer that is there": {
         "tls": {

@@ -9,6 +9,7 @@ import pytest
 import yaml
 from cloudcoil.models.cert_manager import v1 as cert_manager
 from cloudcoil.models.keda import v1alpha1 as keda
+from cloudcoil.models.prometheus_operator import v1 as prometheus
 
 from tests.helm.cases import CASES
 from tests.helm.chart import CHART
@@ -18,6 +19,8 @@ CUSTOM = {
     ("cert-manager.io/v1", "Certificate"): cert_manager.Certificate,
     ("cert-manager.io/v1", "Issuer"): cert_manager.Issuer,
     ("keda.sh/v1alpha1", "ScaledObject"): keda.ScaledObject,
+    ("monitoring.coreos.com/v1", "PodMonitor"): prometheus.PodMonitor,
+    ("monitoring.coreos.com/v1", "PrometheusRule"): prometheus.PrometheusRule,
 }
 EXAMPLES = sorted((CHART / "examples").glob("*.yaml"))
 

@@ -74,7 +74,7 @@ def test_one_version_of_the_chart_is_one_of_headrace():
 REFUSED = {
     "replicaz": ({"router": {"replicaz": 1}}, "replicaz"),
     "a number as text": ({"router": {"replicas": "2"}}, "/router/replicas"),
-    "http probes": ({"probes": {"type": "http"}}, "'auto', 'grpc', 'tcp', 'exec'"),
+    "http probes": ({"probes": {"type": "http"}}, "probes.type: http needs monitoring.enabled"),
     "no time to load": ({"probes": {"startupBudgetSeconds": 300}}, "startupBudgetSeconds"),
     "two GPUs": ({"gpuworker": {"gpu": {"count": 2}}}, "/gpuworker/gpu/count"),
     "a setting that nobody reads": (

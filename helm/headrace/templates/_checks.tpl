@@ -103,6 +103,14 @@
 {{- if and .Values.hfToken.value .Values.hfToken.existingSecret -}}
 {{- fail "hfToken: give either value or existingSecret" -}}
 {{- end -}}
+{{- if not .Values.monitoring.enabled -}}
+{{- if eq .Values.probes.type "http" -}}
+{{- fail "probes.type: http needs monitoring.enabled, which opens the port" -}}
+{{- end -}}
+{{- if .Values.monitoring.podMonitors.enabled -}}
+{{- fail "monitoring.podMonitors: needs monitoring.enabled, which opens the port" -}}
+{{- end -}}
+{{- end -}}
 {{- if and .Values.auth.apiKeys.existingSecret (not .Values.auth.enabled) -}}
 {{- fail "auth.apiKeys: needs auth.enabled" -}}
 {{- end -}}

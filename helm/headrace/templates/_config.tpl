@@ -58,6 +58,19 @@ and certificate this is) and perhaps next (the service that is called).
 {{- $_ := set $process "otlp_endpoint" . -}}
 {{- end -}}
 {{- $config := dict "serving" $serving "process" $process -}}
+{{- if .root.Values.monitoring.enabled -}}
+{{- $admin := dict "listen" "0.0.0.0:8710" -}}
+{{- if .root.Values.auth.enabled -}}
+{{- $_ := set $admin "auth_token_file" (get $serving "auth_token_file") -}}
+{{- else -}}
+{{- $_ := set $admin "allow_strangers" true -}}
+{{- end -}}
+{{- if .root.Values.tls.enabled -}}
+{{- $_ := set $admin "tls_cert_file" "/etc/headrace/tls/tls.crt" -}}
+{{- $_ := set $admin "tls_key_file" "/etc/headrace/tls/tls.key" -}}
+{{- end -}}
+{{- $_ := set $config "admin" $admin -}}
+{{- end -}}
 {{- if .next -}}
 {{- $_ := set $config "channel" $channel -}}
 {{- end -}}

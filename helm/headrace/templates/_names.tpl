@@ -54,6 +54,13 @@ metadata:
   {{- end }}
 {{- end }}
 
+{{/* The same with labels that only this object has; takes labels besides. */}}
+{{- define "headrace.labelled" -}}
+{{- $object := include "headrace.metadata" . | fromYaml -}}
+{{- $_ := set $object.metadata "labels" (mustMerge $object.metadata.labels (default (dict) .labels)) -}}
+{{- toYaml $object -}}
+{{- end }}
+
 {{- define "headrace.serviceAccount" -}}
 {{- default (ternary (include "headrace.fullname" .) "default" .Values.serviceAccount.create) .Values.serviceAccount.name -}}
 {{- end }}

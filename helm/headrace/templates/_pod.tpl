@@ -139,7 +139,8 @@ certificate of the service.
 {{- $hasGrpc := semverCompare ">=1.24.0-0" .root.Capabilities.KubeVersion.Version -}}
 {{- $type = ternary "exec" "grpc" (or .root.Values.tls.enabled (not $hasGrpc)) -}}
 {{- end -}}
-{{- $check := include "headrace.check" (dict "root" .root "port" .port "serverName" .serverName "type" $type) -}}
+{{- $parts := dict "root" .root "port" .port "serverName" .serverName "type" $type "path" "/readyz" -}}
+{{- $check := include "headrace.check" $parts -}}
 startupProbe:
   {{- $check | nindent 2 }}
   failureThreshold: {{ div (add (int $probes.startupBudgetSeconds) (sub $period 1)) $period }}
@@ -147,7 +148,7 @@ readinessProbe:
   {{- $check | nindent 2 }}
   failureThreshold: 3
 livenessProbe:
-  {{- $check | nindent 2 }}
+  {{- include "headrace.check" (mustMerge (dict "path" "/healthz") $parts) | nindent 2 }}
   failureThreshold: {{ $probes.livenessFailures }}
 {{- with int .values.preStopSeconds }}
 lifecycle:
@@ -161,6 +162,11 @@ lifecycle:
 {{- if eq .type "grpc" -}}
 grpc:
   port: {{ .port }}
+{{- else if eq .type "http" -}}
+httpGet:
+  path: {{ .path }}
+  port: admin
+  scheme: {{ ternary "HTTPS" "HTTP" .root.Values.tls.enabled }}
 {{- else if eq .type "tcp" -}}
 tcpSocket:
   port: grpc
@@ -177,6 +183,15 @@ exec:
 {{- end }}
 periodSeconds: {{ .root.Values.probes.periodSeconds }}
 timeoutSeconds: {{ .root.Values.probes.timeoutSeconds }}
+{{- end }}
+
+{{/* The port of metrics and probes, beside a container's other ports; takes the root. */}}
+{{- define "headrace.adminPort" -}}
+{{- if .Values.monitoring.enabled }}
+- name: admin
+  containerPort: 8710
+  protocol: TCP
+{{- end }}
 {{- end }}
 
 {{- define "headrace.podNameEnv" -}}
