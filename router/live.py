@@ -79,7 +79,7 @@ class LiveRequests:
             prompt_text=origin.prompt_text,
             max_tokens=origin.max_tokens,
             arrived_unix_s=origin.arrived_unix_s,
-            timeline=Timeline(arrived=arrived),
+            timeline=Timeline(arrived=arrived, queued=self._clock()),
             number=next(self._keys),
             account=self.dispatcher.queue.of(spec.model).shares.account(spec.tenant),
             waker=self._waker,

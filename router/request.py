@@ -239,6 +239,7 @@ class Timeline:
     """Times of a request's events, on the router's monotonic clock."""
 
     arrived: float
+    queued: float = 0.0
     admitted: float | None = None
     first_token: float | None = None
     ended: float | None = None

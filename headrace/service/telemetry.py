@@ -175,18 +175,28 @@ def begin_span(
     return _tracer.start_span(name, context, kind, dict(attributes or {}), links=linked)
 
 
+def record_span(name: str, parent: Span, begin_unix_s: float, end_unix_s: float) -> None:
+    """Records a span of work that is over, under another span."""
+    if _tracer is not None:
+        context = trace.set_span_in_context(parent)
+        span = _tracer.start_span(name, context, start_time=int(begin_unix_s * 1e9))
+        span.end(int(end_unix_s * 1e9))
+
+
 def start_span(
     name: str,
     traceparent: str | None = None,
     attributes: Attributes | None = None,
     *,
     kind: SpanKind = SpanKind.INTERNAL,
+    links: Sequence[str] = (),
 ) -> contextlib.AbstractContextManager[Span]:
     """A span that begins now, current inside the block; arguments as `begin_span`.
 
     An exception marks the span as failed and goes on; cancellation is noted, not a fault.
     """
-    return use_span(begin_span(name, traceparent, attributes, kind=kind), notes_errors=True)
+    span = begin_span(name, traceparent, attributes, kind=kind, links=links)
+    return use_span(span, notes_errors=True)
 
 
 @contextlib.contextmanager

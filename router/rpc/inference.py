@@ -124,14 +124,15 @@ class InferenceService:
             traceparent=telemetry.current_traceparent(),
             body_sha256=reservation.body_sha256,
         )
-        token_ids, text = await services.prompts.read(
-            model_name,
-            wire.to_prompt(request, bounds),
-            lambda least_tokens: self._router.check(spec, least_tokens),
-            functools.partial(self._router.max_prompt_tokens, model_name),
-            echo=spec.echo,
-            keep_special_tokens=spec.keep_special_tokens,
-        )
+        with telemetry.start_span("tokenize"):
+            token_ids, text = await services.prompts.read(
+                model_name,
+                wire.to_prompt(request, bounds),
+                lambda least_tokens: self._router.check(spec, least_tokens),
+                functools.partial(self._router.max_prompt_tokens, model_name),
+                echo=spec.echo,
+                keep_special_tokens=spec.keep_special_tokens,
+            )
         if words := list(request.sampling.bad_words):
             wire.add_bad_token_ids(spec, await services.prompts.bad_words(model_name, words))
         return self._router.submit(

@@ -49,8 +49,14 @@ def resumption(spec: Spec, context: Any) -> AbstractContextManager[Span]:
         telemetry.RESPONSE_MODEL: spec.model,
         telemetry.RESPONSE_ID: spec.request_id,
     }
+    # In a trace of its own, the later call is linked to the first.
+    links = [spec.traceparent] if parent else []
     return telemetry.start_span(
-        f"resume {spec.model}", parent or spec.traceparent, attributes, kind=SpanKind.SERVER
+        f"resume {spec.model}",
+        parent or spec.traceparent,
+        attributes,
+        kind=SpanKind.SERVER,
+        links=links,
     )
 
 
@@ -64,3 +70,20 @@ def note_outcome(span: Span, live: ClientRequest) -> None:
     span.set_attribute(telemetry.USAGE_CACHED_TOKENS, cached)
     reasons = [c.finish.reason.name.lower() for c in live.completions if c.finish is not None]
     span.set_attribute(telemetry.RESPONSE_FINISH_REASONS, reasons)
+    _record_stages(span, live)
+
+
+def _record_stages(span: Span, live: ClientRequest) -> None:
+    """Spans of the stages that the request has gone through here, in their order."""
+    timeline = live.timeline
+    to_unix_s = live.arrived_unix_s - timeline.arrived
+    begin = timeline.queued
+    for name, end in (
+        ("queue", timeline.admitted),
+        ("prefill", timeline.first_token),
+        ("decode", timeline.ended),
+    ):
+        if end is None:
+            return
+        telemetry.record_span(name, span, begin + to_unix_s, max(begin, end) + to_unix_s)
+        begin = max(begin, end)

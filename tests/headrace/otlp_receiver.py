@@ -26,6 +26,8 @@ class ReceivedSpan:
     attributes: dict[str, Any]
     status: int
     links: tuple[str, ...]
+    begin_unix_ns: int = 0
+    end_unix_ns: int = 0
 
 
 @dataclass(frozen=True)
@@ -102,6 +104,8 @@ class OtlpReceiver(trace_service_pb2_grpc.TraceServiceServicer):
             attributes=_values(span.attributes),
             status=span.status.code,
             links=tuple(link.span_id.hex() for link in span.links),
+            begin_unix_ns=span.start_time_unix_nano,
+            end_unix_ns=span.end_time_unix_nano,
         )
 
     def take(self, points) -> None:

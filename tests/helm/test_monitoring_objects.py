@@ -79,5 +79,5 @@ def test_rules_and_dashboard_are_the_files_beside_the_chart(chart):
 
 
 def test_pod_monitors_need_the_port(chart):
-    with pytest.raises(RefusedError, match="needs monitoring.enabled"):
+    with pytest.raises(RefusedError, match=r"needs monitoring\.enabled"):
         chart.render({"monitoring": {"podMonitors": {"enabled": True}}})
