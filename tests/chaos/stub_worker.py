@@ -193,6 +193,8 @@ class StubLoaded:
     device: str = "none"
     dtype: str = "none"
     kv_dtype: str = "none"
+    driver: str = ""
+    device_memory_bytes: int = 0
 
 
 def _without_torch() -> None:
