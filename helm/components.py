@@ -272,7 +272,8 @@ SCHEDULER = Section(
     {
         "replicas": integer(
             1,
-            "Schedulers; worker i of pool p belongs to scheduler (i + p) mod replicas.",
+            "Schedulers; with static discovery, worker i of pool p belongs to scheduler (i + p) mod"
+            " replicas.",
             least=1,
         ),
         **_service("scheduler", {"cpu": "500m", "memory": "512Mi"}),

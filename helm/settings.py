@@ -10,6 +10,7 @@ import msgspec
 
 from gpuworker.config import KvCacheSettings, WorkerSettings
 from headrace.service.channels import ChannelConfig
+from headrace.service.discovery import DiscoveryConfig, OwnershipConfig
 from headrace.service.serving import ServingConfig
 from helm.declare import Schema, Value
 from router.config import PublicServing, RouterConfig, StreamsConfig, TenantConfig, TenantsConfig
@@ -21,12 +22,15 @@ _SERVICES: dict[str, dict[str, type[msgspec.Struct]]] = {
         "streams": StreamsConfig,
         "tenant": TenantConfig,
         "tenants": TenantsConfig,
+        "discovery": DiscoveryConfig,
         "serving": PublicServing,
         "channel": ChannelConfig,
     },
     "scheduler": {
         "scheduler": SchedulerSettings,
         "pool": PoolSettings,
+        "discovery": DiscoveryConfig,
+        "ownership": OwnershipConfig,
         "serving": ServingConfig,
         "channel": ChannelConfig,
     },
@@ -43,6 +47,7 @@ SET_BY_THE_CHART: dict[str, frozenset[str]] = {
         {"router_id", "scheduler", "scheduler_selector", "model", "model_name", "store_url"}
     ),
     "scheduler": frozenset({"scheduler_id", "worker", "worker_selector", "store_url"}),
+    "discovery": frozenset({"type", "namespace", "address", "cluster_domain", "kubeconfig"}),
     "gpuworker": frozenset({"model", "model_name", "worker_id", "device", "dtype", "role"}),
     "serving": frozenset(
         {

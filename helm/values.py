@@ -160,6 +160,18 @@ CHART = Section(
                 ),
             },
         ),
+        "discovery": Section(
+            "How routers find schedulers, and schedulers gpuworkers.",
+            {
+                "type": choice(
+                    "static",
+                    ["static", "kubernetes"],
+                    "`static` gives every scheduler the names of its workers; with `kubernetes`"
+                    " routers and schedulers look for pods, and schedulers share the workers by"
+                    " Leases.",
+                ),
+            },
+        ),
         "store": STORE,
         "router": ROUTER,
         "scheduler": SCHEDULER,
@@ -202,7 +214,8 @@ CHART = Section(
             "Security context of every container.",
         ),
         "serviceAccount": Section(
-            "The account of every pod; it has no rights, and pods get no token.",
+            "The account of the pods. With `discovery.type` kubernetes routers and schedulers have"
+            " accounts of their own, with a token; no other pod gets one.",
             {
                 "create": switch(True, "Make a service account."),
                 "name": text(

@@ -170,6 +170,11 @@ CASES: dict[str, dict[str, Any]] = {
     "defaults of every pod": {
         "podDefaults": {key: EXTRAS[key] for key in ("nodeSelector", "tolerations", "affinity")}
     },
+    "discovery by labels": {
+        "discovery": {"type": "kubernetes"},
+        "scheduler": {"replicas": 3, "config": {"ownership": {"lease_duration_s": 20}}},
+        "networkPolicy": {"egress": {"enabled": True}},
+    },
     "egress": {
         "networkPolicy": {
             "clients": [{"namespaceSelector": {"matchLabels": {"team": "chat"}}}],

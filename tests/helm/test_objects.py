@@ -30,7 +30,8 @@ def test_every_container_is_restricted(chart, case):
     for name, pod in chart.render(CASES[case]).pods().items():
         assert pod["securityContext"]["runAsNonRoot"] is True, name
         assert pod["securityContext"]["seccompProfile"] == {"type": "RuntimeDefault"}
-        assert pod["automountServiceAccountToken"] is False
+        calls_kubernetes = case == "discovery by labels" and name.endswith(("router", "scheduler"))
+        assert pod["automountServiceAccountToken"] is calls_kubernetes, name
         context = container(pod)["securityContext"]
         assert context["readOnlyRootFilesystem"] is True
         assert context["allowPrivilegeEscalation"] is False
@@ -315,8 +316,9 @@ def test_policies_let_each_service_be_called_by_its_caller_alone(chart):
     assert ports == [53, 53, 4317, 443]
 
 
-def test_no_rights_are_asked_for(chart):
-    kinds = {each["kind"] for case in CASES.values() for each in chart.render(case)}
+def test_no_rights_are_asked_for_without_discovery_by_labels(chart):
+    cases = [case for name, case in CASES.items() if name != "discovery by labels"]
+    kinds = {each["kind"] for case in cases for each in chart.render(case)}
     assert not kinds & {"Role", "RoleBinding", "ClusterRole", "ClusterRoleBinding"}
 
 
@@ -404,3 +406,26 @@ def test_secrets_that_nobody_gave_are_made_up(chart):
     made_up = {*tokens.values(), store["password"]}
     assert len(made_up) == 4
     assert {len(secret) for secret in made_up} == {40}
+
+
+def test_with_discovery_by_labels_only_routers_and_schedulers_have_rights(chart):
+    objects = chart.render(CASES["discovery by labels"])
+    accounts = {name: pod["serviceAccountName"] for name, pod in objects.pods().items()}
+    own = {"hr-headrace-router", "hr-headrace-scheduler"}
+    assert {name for name in accounts if accounts[name] == name} == own
+    assert {accounts[name] for name in accounts if name not in own} == {"hr-headrace"}
+    for name, binding in objects.of("RoleBinding").items():
+        assert [subject["name"] for subject in binding["subjects"]] == [name]
+    file = objects.file("scheduler", "hr-headrace-scheduler-0.toml")
+    (selector,) = re.findall(r'worker_selector = "(.*)"', file)
+    labels = [f"app.kubernetes.io/{label}" for label in ("component=gpuworker", "instance=hr")]
+    assert sorted(selector.split(",")) == [*labels, "app.kubernetes.io/name=headrace"]
+
+
+def test_workers_start_again_when_discovery_changes(chart):
+    checksums = set()
+    for kind in ("static", "kubernetes"):
+        pods = chart.render({"discovery": {"type": kind}}).one("StatefulSet", "gpuworker-default")
+        metadata = pods["spec"]["template"]["metadata"]
+        checksums.add(metadata["annotations"]["checksum/config"])
+    assert len(checksums) == 2

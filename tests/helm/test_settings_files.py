@@ -5,6 +5,7 @@ import pytest
 from gpuworker.config import KvCacheSettings, WorkerSettings
 from headrace.service.channels import ChannelConfig
 from headrace.service.config import load
+from headrace.service.discovery import DiscoveryConfig, OwnershipConfig
 from headrace.service.process import ProcessConfig
 from headrace.service.serving import ServingConfig
 from helm.settings import SET_BY_THE_CHART
@@ -17,6 +18,7 @@ ROUTER = {
     "streams": StreamsConfig,
     "tenant": TenantConfig,
     "tenants": TenantsConfig,
+    "discovery": DiscoveryConfig,
     "serving": PublicServing,
     "channel": ChannelConfig,
     "process": ProcessConfig,
@@ -24,6 +26,8 @@ ROUTER = {
 SCHEDULER = {
     "scheduler": SchedulerSettings,
     "pool": PoolSettings,
+    "discovery": DiscoveryConfig,
+    "ownership": OwnershipConfig,
     "serving": ServingConfig,
     "channel": ChannelConfig,
     "process": ProcessConfig,
@@ -56,6 +60,20 @@ def address(pool, number):
 def workers(objects, number, read):
     file = objects.file("scheduler", f"hr-headrace-scheduler-{number}.toml")
     return set(read(file, SCHEDULER)["scheduler"].worker)
+
+
+@pytest.mark.parametrize(("is_tls", "address"), [(False, "ip"), (True, "name")])
+def test_with_discovery_by_labels_no_file_has_a_list(chart, read, is_tls, address):
+    values = {"discovery": {"type": "kubernetes"}, "tls": CERT_MANAGER if is_tls else {}}
+    objects = chart.render(values)
+    router = read(objects.file("router", "router.toml"), ROUTER)
+    scheduler = read(objects.file("scheduler", "hr-headrace-scheduler-0.toml"), SCHEDULER)
+    for settings in (router, scheduler):
+        assert settings["discovery"] == DiscoveryConfig("kubernetes", address=address)
+    assert not router["router"].scheduler
+    assert "component=scheduler" in router["router"].scheduler_selector
+    assert not scheduler["scheduler"].worker
+    assert "component=gpuworker" in scheduler["scheduler"].worker_selector
 
 
 def test_each_service_reads_its_file(chart, read):

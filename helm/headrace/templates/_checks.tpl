@@ -42,7 +42,7 @@
 {{- fail (printf "%s.leaderWorkerSet: a gpuworker cannot split a model over nodes yet; take one worker for each GPU" $name) -}}
 {{- end -}}
 {{- end -}}
-{{- range $index := until (int .Values.scheduler.replicas) -}}
+{{- range $index := ternary (until (int .Values.scheduler.replicas)) (list) (eq .Values.discovery.type "static") -}}
 {{- if not (include "headrace.workers" (dict "root" $ "index" $index) | fromYaml).workers -}}
 {{- fail (printf "scheduler.replicas is %d: scheduler %d would own no worker; give fewer schedulers or more workers (worker i of pool p belongs to scheduler (i + p) mod replicas)" (int $.Values.scheduler.replicas) $index) -}}
 {{- end -}}

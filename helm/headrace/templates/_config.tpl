@@ -81,9 +81,20 @@ and certificate this is) and perhaps next (the service that is called).
 {{- default (.Values.model.name | base | trimSuffix ".gguf") .Values.model.servedName -}}
 {{- end }}
 
+{{/* Pods have names in certificates, and addresses otherwise. */}}
+{{- define "headrace.discoveryConfig" -}}
+{{- dict "type" "kubernetes" "address" (ternary "name" "ip" .Values.tls.enabled) "cluster_domain" .Values.clusterDomain | toYaml -}}
+{{- end }}
+
 {{- define "headrace.routerConfig" -}}
 {{- $config := include "headrace.commonConfig" (dict "root" . "values" .Values.router "port" 8700 "service" "router" "next" "scheduler") | fromYaml -}}
-{{- $own := dict "model" .Values.model.name "model_name" (include "headrace.servedName" .) "scheduler" (include "headrace.schedulers" . | fromYaml).schedulers -}}
+{{- $own := dict "model" .Values.model.name "model_name" (include "headrace.servedName" .) -}}
+{{- if eq .Values.discovery.type "kubernetes" -}}
+{{- $_ := set $own "scheduler_selector" (include "headrace.labelSelector" (dict "root" . "component" "scheduler")) -}}
+{{- $_ := set $config "discovery" (include "headrace.discoveryConfig" . | fromYaml) -}}
+{{- else -}}
+{{- $_ := set $own "scheduler" (include "headrace.schedulers" . | fromYaml).schedulers -}}
+{{- end -}}
 {{- $_ := set $config "router" $own -}}
 {{- include "headrace.toml" (mustMergeOverwrite $config (mustDeepCopy (default (dict) .Values.router.config))) -}}
 {{- end }}
@@ -91,7 +102,12 @@ and certificate this is) and perhaps next (the service that is called).
 {{/* Takes a dict of root and index. */}}
 {{- define "headrace.schedulerConfig" -}}
 {{- $config := include "headrace.commonConfig" (dict "root" .root "values" .root.Values.scheduler "port" 8701 "service" "scheduler" "next" "gpuworker") | fromYaml -}}
+{{- if eq .root.Values.discovery.type "kubernetes" -}}
+{{- $_ := set $config "scheduler" (dict "worker_selector" (include "headrace.labelSelector" (dict "root" .root "component" "gpuworker"))) -}}
+{{- $_ := set $config "discovery" (include "headrace.discoveryConfig" .root | fromYaml) -}}
+{{- else -}}
 {{- $_ := set $config "scheduler" (dict "worker" (include "headrace.workers" . | fromYaml).workers) -}}
+{{- end -}}
 {{- include "headrace.toml" (mustMergeOverwrite $config (mustDeepCopy (default (dict) .root.Values.scheduler.config))) -}}
 {{- end }}
 

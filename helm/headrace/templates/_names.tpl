@@ -31,6 +31,15 @@ headrace/pool: {{ . | quote }}
 {{- end }}
 {{- end }}
 
+{{/* The same labels as a selector in one line. */}}
+{{- define "headrace.labelSelector" -}}
+{{- $parts := list -}}
+{{- range $key, $value := include "headrace.selector" . | fromYaml -}}
+{{- $parts = append $parts (printf "%s=%s" $key $value) -}}
+{{- end -}}
+{{- join "," $parts -}}
+{{- end }}
+
 {{- define "headrace.labels" -}}
 {{ include "headrace.selector" . }}
 app.kubernetes.io/version: {{ .root.Chart.AppVersion | quote }}
@@ -63,6 +72,21 @@ metadata:
 
 {{- define "headrace.serviceAccount" -}}
 {{- default (ternary (include "headrace.fullname" .) "default" .Values.serviceAccount.create) .Values.serviceAccount.name -}}
+{{- end }}
+
+{{/* Whether pods of a component call the Kubernetes API; takes a dict of root and component. */}}
+{{- define "headrace.callsKubernetes" -}}
+{{- if and (eq .root.Values.discovery.type "kubernetes") (has .component (list "router" "scheduler")) }}true{{ end -}}
+{{- end }}
+
+{{/* The account of a component's pods; takes a dict of root and component. */}}
+{{- define "headrace.podAccount" -}}
+{{- $account := include "headrace.serviceAccount" .root -}}
+{{- if and (include "headrace.callsKubernetes" .) .root.Values.serviceAccount.create -}}
+{{- printf "%s-%s" $account .component -}}
+{{- else -}}
+{{- $account -}}
+{{- end -}}
 {{- end }}
 
 {{/* The whole name of an image; takes a dict of root and image. */}}

@@ -28,8 +28,8 @@ such into the environment, which the services read as settings and refuse.
 {{- $tolerations = append $tolerations (dict "key" .resource "operator" "Exists" "effect" "NoSchedule") -}}
 {{- end -}}
 {{- end -}}
-serviceAccountName: {{ include "headrace.serviceAccount" .root }}
-automountServiceAccountToken: false
+serviceAccountName: {{ include "headrace.podAccount" . }}
+automountServiceAccountToken: {{ include "headrace.callsKubernetes" . | eq "true" }}
 enableServiceLinks: false
 {{- with .root.Values.images.pullSecrets }}
 imagePullSecrets:
