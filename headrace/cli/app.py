@@ -34,6 +34,7 @@ _COMMANDS = {
     "explain": "Show how a request was scheduled, and why.",
     "models": "List the models that are served.",
     "pool": "Show the workers and their load, or audit their KV blocks.",
+    "pool-controller": "Scale pools of workers on Kubernetes by their load.",
     "top": "Show the workers and their load until Ctrl-C.",
     "doctor": "Check a deployment, and say what to do.",
     "keys": "Make, list and revoke API keys.",
@@ -44,6 +45,7 @@ _MODULES = {
     "status": "requests",
     "explain": "requests",
     "models": "pool",
+    "pool-controller": "pool_controller",
     "top": "pool",
 }
 _ENTRY_POINTS = "headrace.commands"
@@ -67,7 +69,7 @@ class _App(click.Group):
     def get_command(self, ctx: click.Context, cmd_name: str) -> click.Command | None:  # noqa: ARG002
         if cmd_name in _COMMANDS:
             module = importlib.import_module(f"headrace.cli.{_MODULES.get(cmd_name, cmd_name)}")
-            command = getattr(module, cmd_name)
+            command = getattr(module, cmd_name.replace("-", "_"))
         elif (entry_point := _entry_points().get(cmd_name)) is not None:
             command = entry_point.load()
         else:

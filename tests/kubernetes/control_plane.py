@@ -30,7 +30,7 @@ CONTROLLERS = (
     *("deployment", "replicaset", "statefulset", "job", "endpoint", "disruption"),
     *("garbagecollector", "namespace"),
 )
-_START_TIMEOUT_S = 60.0
+_START_TIMEOUT_S = 100.0
 _STOP_TIMEOUT_S = 10.0
 _POLL_S = 0.05
 

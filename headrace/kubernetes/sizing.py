@@ -1,0 +1,132 @@
+"""How many workers a pool should have: a pure function of what was measured, and of the time.
+
+Each signal is compared with its target, and the worst of them counts, as in Kubernetes' own
+autoscaler: twice the target asks for twice the workers. What is asked for must last before it is
+done, and after a change nothing is changed for a while, so that the number does not swing.
+"""
+
+import math
+from dataclasses import dataclass, replace
+
+# Less than a tenth above or below the target is on target.
+_TOLERANCE = 0.1
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Targets:
+    """What a pool is to achieve; 0 leaves a signal out. Times in seconds."""
+
+    min_replicas: int = 1
+    max_replicas: int = 1
+    kv_use: float = 0.8
+    queued_per_worker: float = 2.0
+    queue_wait_s: float = 0.0
+    ttft_s: float = 0.0
+    tpot_s: float = 0.0
+    up_after_s: float = 15.0
+    down_after_s: float = 300.0
+    dwell_s: float = 60.0
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Measured:
+    """What is measured of a pool now; None where it is not known.
+
+    kv_use: of the ready workers' KV blocks, the fraction in use. Latencies: a high percentile.
+    """
+
+    num_ready: int
+    kv_use: float
+    num_queued: int = 0
+    queue_wait_s: float | None = None
+    ttft_s: float | None = None
+    tpot_s: float | None = None
+
+
+@dataclass(frozen=True, slots=True)
+class Trend:
+    """What is remembered between two decisions; times on the caller's clock."""
+
+    above_since_s: float | None = None
+    below_since_s: float | None = None
+    changed_s: float = float("-inf")
+
+
+@dataclass(frozen=True, slots=True)
+class Decision:
+    """The number of workers, and why."""
+
+    replicas: int
+    reason: str
+
+
+def decide(
+    replicas: int, measured: Measured, targets: Targets, trend: Trend, now_s: float
+) -> tuple[Decision, Trend]:
+    """The number of workers to ask for, and what to remember until the next decision."""
+    if (bounded := _bounded(replicas, targets)) != replicas:
+        return Decision(bounded, "outside of the bounds"), Trend(changed_s=now_s)
+    name, load = _worst(measured, targets)
+    # A pool of n workers at load x would be at x * n / (n - 1) with one less.
+    is_above = load > 1 + _TOLERANCE
+    is_below = replicas > 1 and load * replicas / (replicas - 1) < 1 - _TOLERANCE
+    is_below |= replicas == 1 and load == 0 and targets.min_replicas == 0
+    trend = replace(
+        trend,
+        above_since_s=_since(trend.above_since_s, now_s, is_so=is_above),
+        below_since_s=_since(trend.below_since_s, now_s, is_so=is_below),
+    )
+    says = f"{name} is at {load:.0%} of its target"
+    if now_s - trend.changed_s < targets.dwell_s:
+        return Decision(replicas, f"{says}; the last change is too recent"), trend
+    if trend.above_since_s is not None and now_s - trend.above_since_s >= targets.up_after_s:
+        if measured.num_ready < replicas:
+            return Decision(replicas, f"{says}; workers are still starting"), trend
+        # At most twice as many at once.
+        wanted = _bounded(min(math.ceil(replicas * load), 2 * replicas) or 1, targets)
+        return _changed(replicas, wanted, says, trend, now_s)
+    if trend.below_since_s is not None and now_s - trend.below_since_s >= targets.down_after_s:
+        return _changed(replicas, _bounded(replicas - 1, targets), says, trend, now_s)
+    return Decision(replicas, says), trend
+
+
+def _changed(
+    replicas: int, wanted: int, says: str, trend: Trend, now_s: float
+) -> tuple[Decision, Trend]:
+    if wanted == replicas:
+        return Decision(replicas, f"{says}; that is the bound"), trend
+    return Decision(wanted, says), Trend(changed_s=now_s)
+
+
+def _bounded(replicas: int, targets: Targets) -> int:
+    return min(max(replicas, targets.min_replicas), targets.max_replicas)
+
+
+def _since(since_s: float | None, now_s: float, *, is_so: bool) -> float | None:
+    if not is_so:
+        return None
+    return now_s if since_s is None else since_s
+
+
+def _worst(measured: Measured, targets: Targets) -> tuple[str, float]:
+    """The signal that is highest above its target, and its share of the target.
+
+    With requests waiting and no worker ready, one more worker is needed, whatever the signals say.
+    """
+    if not measured.num_ready:
+        return "queue", 2.0 if measured.num_queued else 0.0
+    queued_per_worker = measured.num_queued / measured.num_ready
+    signals = {
+        "KV use": (measured.kv_use, targets.kv_use),
+        "queue": (queued_per_worker, targets.queued_per_worker),
+        "queue wait": (measured.queue_wait_s, targets.queue_wait_s),
+        "TTFT": (measured.ttft_s, targets.ttft_s),
+        "TPOT": (measured.tpot_s, targets.tpot_s),
+    }
+    loads = {
+        name: value / target
+        for name, (value, target) in signals.items()
+        if target and value is not None
+    }
+    name = max(loads, key=lambda name: loads[name], default="nothing")
+    return name, loads.get(name, 1.0)
