@@ -6,8 +6,8 @@ VENV := .venv
 BIN := $(VENV)/bin
 DEPENDENCIES := $(VENV)/.dependencies
 STAMP := $(VENV)/.installed
-# A process a core; the tests of a file stay in one, with the fixtures that they share.
-IN_PARALLEL := -n logical --maxprocesses 8 --dist loadfile
+# A process a core; which tests share one is in tests/conftest.py.
+IN_PARALLEL := -n logical --maxprocesses 8
 
 .DEFAULT_GOAL := help
 .PHONY: help setup demo test test-kernels check-kernels bench bench-scheduler bench-control bench-gpu bench-host

@@ -8,15 +8,19 @@ import os
 import signal
 from collections.abc import Iterator
 from pathlib import Path
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 import pytest
 from hypothesis import HealthCheck, Phase, settings
+from xdist.scheduler import LoadScopeScheduling
 
 from gpuworker.machine import prepare_libraries
+from tests.headrace.ports import free_ports
 
 if TYPE_CHECKING:
     from tests.kubernetes.control_plane import ControlPlane
+
+KUBERNETES = ("tests/kubernetes/", "tests/cluster/")
 
 # How long an example takes says how busy the machine is. Shrinking a failure takes minutes, and no
 # timeout ends it: hypothesis takes the timeout for one more failure, and shrinks that too.
@@ -51,6 +55,20 @@ def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item
             item.obj = _bounded(item.obj, 0.75 * timeout_s)
 
 
+class _Places(LoadScopeScheduling):
+    """Which tests run in one process: those of a file, and those with the Kubernetes API server."""
+
+    def _split_scope(self, nodeid: str) -> str:
+        file, _, _ = nodeid.partition("::")
+        return KUBERNETES[0] if file.startswith(KUBERNETES) else file
+
+
+@pytest.hookimpl(optionalhook=True)
+def pytest_xdist_make_scheduler(config: pytest.Config, log: Any) -> _Places:
+    """What `-n` does with the tests."""
+    return _Places(config, log)
+
+
 def pytest_collection_finish() -> None:
     """What was imported is garbage for no test: a collection costs 1 ms then, and not 300."""
     gc.collect()
@@ -64,6 +82,12 @@ def _bounded(test, timeout_s: float):
             await test(*args, **kwargs)
 
     return bounded
+
+
+@pytest.fixture
+def unused_tcp_port() -> int:
+    """Not one that the kernel gives to a test beside this one."""
+    return free_ports(1)[0]
 
 
 @pytest.fixture(scope="session")

@@ -6,8 +6,6 @@ records.
 
 import asyncio
 import contextlib
-import random
-import socket
 from collections.abc import AsyncIterator, Mapping, Sequence
 from pathlib import Path
 from typing import Any, Self
@@ -17,6 +15,7 @@ from redis.exceptions import RedisError
 
 from headrace.service.children import tied_to_us
 from headrace.status.embedded import find_server
+from tests.headrace.ports import free_ports
 from tests.headrace.waiting import eventually
 
 MASTER = "chaos"
@@ -242,25 +241,3 @@ def make_store(kind: str, folder: Path) -> Store:
     """The store that --store names."""
     kinds = {"single": Store, "sentinel": SentinelStore, "cluster": ClusterStore}
     return kinds[kind](folder)
-
-
-def free_ports(count: int) -> list[int]:
-    """Ports that are free, below those that the kernel gives to outgoing connections.
-
-    A cluster node listens on its port + 10000 as well.
-    """
-    found: list[int] = []
-    while len(found) < count:
-        port = random.SystemRandom().randrange(11_000, 21_000)
-        if port not in found and _is_free(port) and _is_free(port + 10_000):
-            found.append(port)
-    return found
-
-
-def _is_free(port: int) -> bool:
-    with socket.socket() as one:
-        try:
-            one.bind(("127.0.0.1", port))
-        except OSError:
-            return False
-    return True

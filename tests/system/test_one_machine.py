@@ -247,23 +247,20 @@ def test_one_trace_from_the_command_to_the_workers_step(server, receiver):
     assert names[-1] == "headrace.v1.Inference/Generate"
 
 
-def test_the_demo_answers_and_leaves_nothing(model_path):
-    before = {p.pid for p in psutil.process_iter()}
-    done = headrace("demo", "--prompt", "Why is the sky blue?", "--max-tokens", "4")
+def test_the_demo_answers_and_leaves_nothing(model_path, tmp_path):
+    ours = {"TEST_OF": str(tmp_path)}
+    demo = ("demo", "--prompt", "Why is the sky blue?", "--max-tokens", "4")
+    done = headrace(*demo, env=os.environ | ours)
     assert done.returncode == 0, done.stderr
     question, answer, figures = done.stdout.strip().split("\n\n")
     assert question == "> Why is the sky blue?"
     assert answer
     assert re.fullmatch(r"4 tokens in .* TTFT .* TPOT .* tokens/s", figures)
-    ours = [p for p in psutil.process_iter() if p.pid not in before and _is_a_service(p)]
-    assert not ours
+    assert not [p for p in psutil.process_iter() if ours.items() <= _environment(p).items()]
 
 
-def _is_a_service(process):
-    """Whether it was started from this folder's services by somebody who is gone."""
+def _environment(process):
     try:
-        words = process.cmdline()
-        is_service = bool({"gpuworker", "scheduler", "router"} & set(words[:5]))
-        return is_service and process.ppid() == 1 and Path(process.cwd()) == Path.cwd()
+        return process.environ()
     except psutil.Error:
-        return False
+        return {}

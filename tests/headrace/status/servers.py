@@ -2,7 +2,6 @@
 
 import asyncio
 import contextlib
-import socket
 from collections.abc import AsyncIterator, Sequence
 from contextlib import asynccontextmanager
 from pathlib import Path
@@ -11,18 +10,8 @@ import redis.asyncio
 from redis.exceptions import RedisError
 
 from headrace.status.embedded import find_server
+from tests.headrace.ports import HOST, free_ports
 from tests.headrace.waiting import eventually
-
-HOST = "127.0.0.1"
-
-
-def free_ports(count: int) -> list[int]:
-    """Ports that nothing listens on."""
-    with contextlib.ExitStack() as stack:
-        sockets = [stack.enter_context(socket.socket()) for _ in range(count)]
-        for opened in sockets:
-            opened.bind((HOST, 0))
-        return [opened.getsockname()[1] for opened in sockets]
 
 
 class Server:
