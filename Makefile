@@ -7,7 +7,7 @@ BIN := $(VENV)/bin
 DEPENDENCIES := $(VENV)/.dependencies
 STAMP := $(VENV)/.installed
 # A process a core; which tests share one is in tests/conftest.py.
-IN_PARALLEL := -n logical --maxprocesses 8
+IN_PARALLEL := -n logical --maxprocesses 8 --no-loadscope-reorder
 
 .DEFAULT_GOAL := help
 .PHONY: help setup demo test test-kernels check-kernels bench bench-scheduler bench-control bench-gpu bench-host
