@@ -10,6 +10,7 @@ from headrace.status.states import State, Writer
 from headrace.status.store import StatusStore
 from tests.headrace.status.conftest import immortal_keys
 from tests.headrace.status.servers import HOST, cluster_store
+from tests.headrace.waiting import until
 
 pytestmark = pytest.mark.system
 
@@ -82,7 +83,7 @@ async def test_writing_goes_on_when_a_node_was_away(cluster):
         for number in range(NUM_REQUESTS):
             store.record(update(f"b{number}", State.QUEUED))
         assert not await store.flush(0.5)
-        assert not store.is_durable
+        await until(lambda: not store.is_durable)
         await cluster.nodes[0].start()
         assert await store.flush(60)
         assert store.is_durable
