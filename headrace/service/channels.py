@@ -82,8 +82,20 @@ class _TokenServerStream(_Token, grpc.aio.UnaryStreamClientInterceptor):
     intercept_unary_stream: Any = _Token.intercept
 
 
-class _TokenBidi(_Token, grpc.aio.StreamStreamClientInterceptor):
-    intercept_stream_stream: Any = _Token.intercept
+class _TokenBidi:
+    """A bidirectional method that sends the token.
+
+    An interceptor would put a queue and a task between the caller's writes and the call, and leave
+    both pending for good when the call fails.
+    """
+
+    def __init__(self, method: Any, token: Watched[str]) -> None:
+        self._method = method
+        self._token = token
+
+    def __call__(self, *arguments: Any, metadata: Any = None, **named: Any) -> Any:
+        sent = (*(metadata or ()), ("authorization", f"Bearer {self._token.get()}"))
+        return self._method(*arguments, metadata=sent, **named)
 
 
 def open_channel(target: str, config: ChannelConfig | None = None) -> grpc.aio.Channel:
@@ -103,18 +115,23 @@ def open_channel(target: str, config: ChannelConfig | None = None) -> grpc.aio.C
     interceptors: list[grpc.aio.ClientInterceptor] = []
     if config.auth_token_file:
         token = Watched([config.auth_token_file], lambda: read_tokens(config.auth_token_file)[0])
-        interceptors = [_TokenUnary(token), _TokenServerStream(token), _TokenBidi(token)]
+        interceptors = [_TokenUnary(token), _TokenServerStream(token)]
     # A socket has no name that a certificate could certify.
     if not config.is_tls or target.startswith("unix:"):
-        return grpc.aio.insecure_channel(target, options=options, interceptors=interceptors)
-    files = [config.tls_ca_file, config.tls_cert_file, config.tls_key_file]
-    credentials = Watched(files, lambda: _credentials(config))
-    return RenewedChannel(
-        credentials,
-        lambda found: grpc.aio.secure_channel(
-            target, found, options=options, interceptors=interceptors
-        ),
-    )
+        channel = grpc.aio.insecure_channel(target, options=options, interceptors=interceptors)
+    else:
+        files = [config.tls_ca_file, config.tls_cert_file, config.tls_key_file]
+        channel = RenewedChannel(
+            Watched(files, lambda: _credentials(config)),
+            lambda found: grpc.aio.secure_channel(
+                target, found, options=options, interceptors=interceptors
+            ),
+        )
+    if config.auth_token_file:
+        make = channel.stream_stream
+        opened: Any = channel
+        opened.stream_stream = lambda *given, **named: _TokenBidi(make(*given, **named), token)
+    return channel
 
 
 def _credentials(config: ChannelConfig) -> grpc.ChannelCredentials:

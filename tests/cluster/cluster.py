@@ -13,7 +13,12 @@ import yaml
 
 from headrace.service.children import tied_to_us
 from tests.cluster.api import Api, ApiError, Object
-from tests.kubernetes.control_plane import CONTROLLERS, ControlPlane, ControlPlaneUnavailableError
+from tests.kubernetes.control_plane import (
+    CONTROLLERS,
+    ControlPlane,
+    ControlPlaneUnavailableError,
+    no_open_port,
+)
 
 ROOT = Path(__file__).parents[2]
 NODES = {"cpu-0": 0, "gpu-0": 2, "gpu-1": 2}
@@ -54,7 +59,8 @@ class Cluster:
                 self._process(
                     "kube-scheduler",
                     *(self._scheduler, f"--kubeconfig={self._kubeconfig}", "--leader-elect=false"),
-                    *("--bind-address=127.0.0.1", "--secure-port=0", "--port=0"),
+                    *("--bind-address=127.0.0.1", "--secure-port=0"),
+                    *no_open_port(self._scheduler),
                 )
             )
             token = self.folder / "token"

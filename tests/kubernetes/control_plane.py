@@ -52,6 +52,12 @@ def find_programs() -> dict[str, str]:
     return {name: path for name, path in found.items() if path is not None}
 
 
+def no_open_port(program: str) -> list[str]:
+    """The flag that closes the port on all addresses that programs had before Kubernetes 1.24."""
+    told = subprocess.run([program, "--help"], capture_output=True, text=True, check=True).stdout
+    return ["--port=0"] if "--port int" in told else []
+
+
 class ControlPlane:
     """One control plane; RBAC is on, and `admin_token` may do everything."""
 
@@ -245,4 +251,5 @@ class ControlPlane:
             f"--kubeconfig={self._admin_kubeconfig}",
             *(f"--bind-address={HOST}", "--secure-port=0", "--leader-elect=false"),
             f"--controllers={','.join(self._controllers)}",
+            *no_open_port(self.programs["kube-controller-manager"]),
         ]
