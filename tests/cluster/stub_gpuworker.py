@@ -1,30 +1,14 @@
-"""A gpuworker's container without torch: the chart's settings, the stub model of the chaos runs."""
+"""A gpuworker's container without torch: the service itself, but for the model that it loads."""
 
-import platform
-from typing import Any
-
-import click
-
-from gpuworker.config import KvCacheSettings, WorkerSettings
+from gpuworker import __main__ as gpuworker
 from gpuworker.core.input_batch import BatchLimits
-from headrace.service import config
-from headrace.service.process import ProcessConfig, run
-from headrace.service.serving import ServingConfig
 from tests.chaos import stub_model, stub_worker
 
 _STEP_S = 0.02
 
 
-@click.command()
-@config.with_settings({
-    "gpuworker": (WorkerSettings, ""),
-    "kv_cache": (KvCacheSettings, ""),
-    "serving": (ServingConfig, ""),
-    "process": (ProcessConfig, ""),
-})  # fmt: skip
-def main(settings: dict[str, Any]) -> None:
-    """Answer plans with the tokens of the stub model, until SIGTERM."""
-    stub_worker._without_torch()
+def load(*_: object) -> stub_worker.StubLoaded:
+    """The stub model of the chaos runs, whatever the settings say."""
     limits = BatchLimits(
         max_num_seqs=16,
         max_model_len=2048,
@@ -35,11 +19,10 @@ def main(settings: dict[str, Any]) -> None:
         eos_token_ids=(stub_model.EOS_TOKEN_ID,),
     )
     counts = stub_worker.Counts("/tmp/counts")
-    loaded = stub_worker.StubLoaded(stub_worker.StubRunner(limits, _STEP_S, counts), 1)
-    worker_id = settings["gpuworker"].worker_id or platform.node()
-    serving, process = settings["serving"], settings["process"]
-    run("gpuworker", process, stub_worker.serve(worker_id, loaded, serving, process))
+    return stub_worker.StubLoaded(stub_worker.StubRunner(limits, _STEP_S, counts), 1)
 
 
 if __name__ == "__main__":
-    main()
+    stub_worker._without_torch()
+    gpuworker._load = load
+    gpuworker.main()
