@@ -1,5 +1,6 @@
 """The API server over plain HTTP: objects are what JSON says, of any version of Kubernetes."""
 
+import contextlib
 import json
 from collections.abc import Iterator
 from pathlib import Path
@@ -13,7 +14,7 @@ STRATEGIC = "application/strategic-merge-patch+json"
 
 
 class ApiError(Exception):
-    """The API server refused a call."""
+    """The API server refused a call; status 0: it could not be reached, or did not answer."""
 
     def __init__(self, status: int, message: str) -> None:
         super().__init__(f"{status}: {message}")
@@ -69,13 +70,14 @@ class Api:
         )
         rest = b""
         try:
-            for part in answer.stream(None):
-                *lines, rest = (rest + part).split(b"\n")
-                for line in lines:
-                    event = json.loads(line)
-                    if event["type"] == "ERROR":
-                        return
-                    yield event["type"], event["object"]
+            with _connection_errors():
+                for part in answer.stream(None):
+                    *lines, rest = (rest + part).split(b"\n")
+                    for line in lines:
+                        event = json.loads(line)
+                        if event["type"] == "ERROR":
+                            return
+                        yield event["type"], event["object"]
         finally:
             answer.close()
 
@@ -84,13 +86,22 @@ class Api:
         return found
 
     def _answer(self, method: str, path: str, body: Object | None = None, kind: str = "") -> bytes:
-        answer = self._pool.request(
-            method,
-            self._base + path,
-            body=None if body is None else json.dumps(body).encode(),
-            headers={**self._pool.headers, "Content-Type": kind or "application/json"},
-            timeout=30,
-        )
+        with _connection_errors():
+            answer = self._pool.request(
+                method,
+                self._base + path,
+                body=None if body is None else json.dumps(body).encode(),
+                headers={**self._pool.headers, "Content-Type": kind or "application/json"},
+                timeout=30,
+            )
         if answer.status >= 400:
             raise ApiError(answer.status, answer.data.decode(errors="replace")[:500])
         return answer.data
+
+
+@contextlib.contextmanager
+def _connection_errors() -> Iterator[None]:
+    try:
+        yield
+    except urllib3.exceptions.HTTPError as error:
+        raise ApiError(0, str(error)) from error
