@@ -1,6 +1,6 @@
 """The router's metrics: what each is, how requests are counted, and how all are read at once."""
 
-from collections import Counter
+from collections import Counter, defaultdict
 from collections.abc import Iterable, Iterator
 from typing import TYPE_CHECKING
 
@@ -176,7 +176,7 @@ class Meters:
         named = list(named_tenants)
         self.policy = policy
         self._tenant_label = BoundedLabel(named, max_values=len(named) + _MAX_TENANTS)
-        self.traffic_by_labels: dict[Labels, Traffic] = {}
+        self.traffic_by_labels: defaultdict[Labels, Traffic] = defaultdict(Traffic)
         self.num_refused: Counter[str] = Counter()
         self.num_taken_up: Counter[str] = Counter()
         self.num_ended: Counter[FinishReason] = Counter()
@@ -205,8 +205,7 @@ class Meters:
 
     def traffic(self, model: str, tenant: str) -> Traffic:
         """Where the requests of a tenant for a model are counted."""
-        labels = (model, self.tenant_label(tenant))
-        return self.traffic_by_labels.setdefault(labels, Traffic())
+        return self.traffic_by_labels[model, self.tenant_label(tenant)]
 
     def accepted(self, request: "ClientRequest") -> None:
         """A request is live from now on."""
