@@ -90,7 +90,7 @@ check: $(STAMP) ## Format, lint, types, layers, protos, sizes
 audit: $(STAMP) ## Look for known vulnerabilities in requirements.lock; needs the internet
 	@$(PYTHON) -m venv build/audit
 	@build/audit/bin/python -m pip install -q --disable-pip-version-check pip-audit || { echo "make audit: the package index cannot be reached; run this where it can"; exit 2; }
-	@build/audit/bin/pip-audit --disable-pip --no-deps -r requirements.lock || { echo "make audit: vulnerabilities are listed above; an error of the connection means that nothing was checked"; exit 1; }
+	@build/audit/bin/pip-audit --strict --disable-pip --no-deps -r requirements.lock || { echo "make audit: not clean. ERROR lines say what could not be looked up: then run this where PyPI can be reached"; exit 1; }
 
 format: $(STAMP) ## Format and mend what can be mended
 	$(BIN)/ruff check --fix .
