@@ -4,6 +4,7 @@ The `kubernetes` package gives configuration, TLS and tokens. Its informer and i
 not used: a watch that goes silent would never end, and objects of newer servers would be refused.
 """
 
+import asyncio
 import contextlib
 import json
 import os
@@ -138,6 +139,16 @@ async def connect(config: DiscoveryConfig) -> Api:
             " have the token of a service account"
         ) from error
     return Api(configuration, namespace)
+
+
+def check(config: DiscoveryConfig) -> None:
+    """Raises ConfigError if `connect` would; no event loop may run."""
+
+    async def connect_once() -> None:
+        async with await connect(config):
+            pass
+
+    asyncio.run(connect_once())
 
 
 def _message(body: bytes) -> str:

@@ -67,7 +67,7 @@ class OwnershipConfig(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
 def open_source(
     config: DiscoveryConfig, addresses: Sequence[str], selector: str, *, flag: str
 ) -> PeerSource:
-    """The source of peers.
+    """The source of peers; to be called before an event loop runs.
 
     flag: the flag of the addresses, without dashes; the selector's is `flag`-selector.
 
@@ -79,8 +79,10 @@ def open_source(
             raise ConfigError(
                 f"--discovery-type kubernetes takes --{flag}-selector LABEL=VALUE, and no --{flag}"
             )
+        from headrace.kubernetes.api import check
         from headrace.kubernetes.pods import PodPeers
 
+        check(config)
         return PodPeers(config, selector)
     if selector:
         raise ConfigError(f"--{flag}-selector is for --discovery-type kubernetes")
