@@ -115,7 +115,9 @@ class Arrivals:
                 completion.token_ids.extend(new_token_ids)
                 request = completion.request
                 request.account.charge_output(num_new)
-                request.traffic.num_output_tokens += num_new
+                num_again = min(num_new, completion.num_regenerated)
+                completion.num_regenerated -= num_again
+                request.traffic.num_output_tokens += num_new - num_again
                 if request.timeline.first_token is None:
                     request.timeline.first_token = self._clock()
                     self._meters.got_first_token(request)

@@ -100,9 +100,9 @@ class ClientCompletion:
     __slots__ = (
         "epoch", "finish", "first_token", "handle", "has_echoed", "index", "is_admitted",
         "is_paused", "key", "link", "logprobs", "losses", "max_unread_tokens", "num_cached_tokens",
-        "num_dispatches", "num_repeated", "num_sent_tokens", "num_settled", "num_streamed",
-        "num_unwanted_logprobs", "owner", "priority", "prompt_logprobs", "request", "request_id",
-        "sent", "settling", "text", "token_ids",
+        "num_dispatches", "num_regenerated", "num_repeated", "num_sent_tokens", "num_settled",
+        "num_streamed", "num_unwanted_logprobs", "owner", "priority", "prompt_logprobs", "request",
+        "request_id", "sent", "settling", "text", "token_ids",
     )  # fmt: skip
 
     def __init__(
@@ -144,6 +144,7 @@ class ClientCompletion:
         self.num_settled = 0
         self.settling = (0.0, 0)
         self.num_repeated = 0  # of token_ids that are generated again
+        self.num_regenerated = 0  # left out of token_ids to be generated again, and counted before
         self.finish: CompletionFinish | None = None
 
     @property

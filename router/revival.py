@@ -131,6 +131,7 @@ def revived_completions(
         completion.num_settled = len(known.token_ids)
         if known.finish is None:
             _read(completion, texts)
+            completion.num_regenerated = len(past.token_ids) - len(completion.token_ids)
         else:
             completion.end(_read_to_end(completion, known.finish, texts))
         _keep_logprobs(completion, known)
