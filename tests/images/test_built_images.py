@@ -27,10 +27,9 @@ def image(builder, service, pytestconfig):
     """The image of the service, built from this folder."""
     start = time.monotonic()
     name = builder.build(service)
-    reporter = pytestconfig.pluginmanager.get_plugin("terminalreporter")
-    reporter.write_line(
-        f"\n{service}: {builder.size(name)}, built in {time.monotonic() - start:.0f} s"
-    )
+    took_s = time.monotonic() - start
+    with pytestconfig.pluginmanager.get_plugin("capturemanager").global_and_fixture_disabled():
+        print(f"\n{service}: {builder.size(name)}, built in {took_s:.0f} s", flush=True)
     return name
 
 
