@@ -151,7 +151,11 @@ def _differences(
         for index, reason in enumerate(received.finish_reasons):
             record = records.get(f"{request_id}#{index}")
             state = record["state"] if record else "unknown"
-            if state not in _STATES_BY_REASON.get(reason, ()):
+            states = _STATES_BY_REASON.get(reason, set())
+            if reason == common_pb2.FINISH_REASON_STOP and received.wanted.request.sampling.stop:
+                # The scheduler may have run ahead to max_tokens when the router finds the stop.
+                states = states | {State.LENGTH_CAPPED}
+            if state not in states:
                 name = common_pb2.FinishReason.Name(reason)
                 found.append(f"{request_id}#{index} ended as {name}, its record is {state}")
     return found
