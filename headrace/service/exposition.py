@@ -52,6 +52,7 @@ def metrics_data(
     metrics = [
         export.Metric(metric.name, metric.description, metric.unit, _data(metric, points, *times))
         for metric, points in readings
+        if points
     ]
     scope = export.ScopeMetrics(InstrumentationScope("headrace"), metrics, "")
     return export.MetricsData([export.ResourceMetrics(resource, [scope], "")])

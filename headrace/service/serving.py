@@ -22,12 +22,12 @@ from headrace.service.tls import read_authorities, read_pair
 from headrace.service.watched import Watched
 
 _MAX_PORT = 65_535
-# Clients behind gateways ping during a long prefill, in which nothing is sent. A connection is
-# closed after a hundred pings that each come sooner than a second after the last, with nothing
-# sent between.
+# Clients behind gateways ping once a second during a long prefill, in which nothing is sent. A
+# connection is closed after a hundred pings that each come sooner than half a second after the
+# last, with nothing sent between.
 _PINGS = (
     ("grpc.http2.max_ping_strikes", 100),
-    ("grpc.http2.min_ping_interval_without_data_ms", 1_000),
+    ("grpc.http2.min_ping_interval_without_data_ms", 500),
     ("grpc.keepalive_permit_without_calls", 1),
 )
 # Limits for connections that finish no handshake, answer no ping, or carry no call.

@@ -11,6 +11,7 @@ from headrace.status.embedded import EmbeddedStore
 from headrace.status.records import Stored, Update
 from headrace.status.states import State, Writer
 from headrace.status.store import StatusStore
+from headrace.v1 import common_pb2
 from tests.headrace.waiting import eventually
 from tests.scheduler.fake_gpuworker import FakeGpuWorker, expected_tokens
 from tests.scheduler.test_main import router_at, scheduler_process
@@ -161,7 +162,7 @@ async def test_a_router_that_claims_a_request_gets_it_with_its_kv(worker, url, t
         assert placed == ["x"]
 
 
-async def test_a_request_aborted_in_the_store_leaves_its_router(worker, url, tmp_path):
+async def test_a_request_aborted_in_the_store_ends_for_its_router(worker, url, tmp_path):
     environ = {"HEADRACE_SCHEDULER_STORE_URL": url}
     async with (
         StatusStore(url, Writer.ROUTER) as store,
@@ -175,7 +176,9 @@ async def test_a_request_aborted_in_the_store_leaves_its_router(worker, url, tmp
         await has_kept(store, "x", 5)
         await claim(store, "x", State.ABORTED)
         await worker.release(2)
-        await router.wait_for(lambda: router.received[handle].has_moved)
+        await router.wait_for(lambda: router.received[handle].finished is not None)
+        reason = router.received[handle].finished.reason
+        assert reason == common_pb2.FINISH_REASON_ABORTED
         record = (await loaded(store, "x")).completions[0].record
         assert record.state is State.ABORTED
         await worker.release()

@@ -66,7 +66,7 @@ def serving(model_path, receiver):
     """Process and address of a Headrace; afterwards, nothing of it is left."""
     process, address = start_serving(
         *("--port", "0", "--otlp-endpoint", receiver.endpoint),
-        env=os.environ | {"OTEL_BSP_SCHEDULE_DELAY": "100"},
+        env=os.environ | {"OTEL_BSP_SCHEDULE_DELAY": "100", "HEADRACE_RECOVERY_ORPHAN_TTL_S": "15"},
     )
     # A full pipe would stop the process.
     log = io.StringIO()
