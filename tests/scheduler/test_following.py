@@ -53,6 +53,7 @@ async def test_a_worker_that_leaves_finishes_what_it_has_and_gets_nothing_new():
     async with following(old, new) as (scheduler, router, peers):
         first = await router.submit(PROMPT, 20)
         await old.release(3)
+        await router.wait_for(lambda: router.received[first].token_ids)
         peers.set([new.address], leaving=[old.address])
         await until(lambda: scheduler.ready_workers() == ["w1"])
         states = {load.info.worker_id: load.state for load in scheduler.pool.snapshot()}
@@ -70,6 +71,7 @@ async def test_requests_of_a_worker_that_goes_return_to_their_routers():
     async with following(worker) as (scheduler, router, peers):
         handle = await router.submit(PROMPT, 20)
         await worker.release(3)
+        await router.wait_for(lambda: router.received[handle].token_ids)
         peers.set([])
         await until(lambda: not scheduler.ready_workers())
         await worker.kill()
