@@ -194,6 +194,7 @@ def build_router(
         WorkerPool(
             waiting_allowance=settings.waiting_allowance,
             max_report_age_s=settings.max_report_age_s,
+            worker_grace_s=settings.worker_grace_s,
         ),
         rules,
         StatusLog(store, identity, encode=stored_spec.encode, wall_clock=time.time),

@@ -59,8 +59,12 @@ class Aborts:
         """
         ended = {request_id: self._router.abort(request_id) for request_id in request_ids}
         away = [request_id for request_id, found in ended.items() if found is None]
+        were_live: Collection[str] = ()
         if away:
-            for found in await asyncio.gather(*(self._ask(one, away) for one in self._schedulers)):
+            were_live, *answered = await asyncio.gather(
+                self._live(away), *(self._ask(one, away) for one in self._schedulers)
+            )
+            for found in answered:
                 ended.update(dict.fromkeys(found, True))
         # Also those that end here or in a scheduler: whoever dies before the end is recorded would
         # leave a request that can be taken up again.
@@ -72,8 +76,24 @@ class Aborts:
                 continue
             if isinstance(answer, BaseException):
                 raise answer
-            ended[request_id] = answer
+            # The request's own router may have heard of this abort, and recorded the end, first.
+            has_ended_now = answer is False and request_id in were_live
+            ended[request_id] = True if has_ended_now else answer
         return ended
+
+    async def _live(self, request_ids: Sequence[str]) -> Collection[str]:
+        """The requests that the store has as live now; none while it does not answer."""
+
+        async def is_live(request_id: str) -> bool:
+            async with self._claims:
+                stored = await self._store.load(request_id)
+                return stored is not None and stored.is_live
+
+        try:
+            live = await asyncio.gather(*map(is_live, request_ids))
+        except ServiceError:
+            return ()
+        return {request_id for request_id, is_it in zip(request_ids, live, strict=True) if is_it}
 
     @staticmethod
     async def _ask(scheduler: AbortingScheduler, request_ids: Sequence[str]) -> Collection[str]:

@@ -66,6 +66,14 @@ class RouterConfig(StoreSettings, frozen=True, forbid_unknown_fields=True):
     max_report_age_s: Annotated[
         float, help_text("A scheduler that is silent for this long gets no new requests.", gt=0)
     ] = 5.0
+    worker_grace_s: Annotated[
+        float,
+        help_text(
+            "New requests are still queued for so long after a model's last worker was ready;"
+            " then they are refused with NO_READY_WORKER.",
+            ge=0,
+        ),
+    ] = 30.0
     share_prefix_cache_across_tenants: Annotated[
         bool,
         help_text(

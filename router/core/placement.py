@@ -25,6 +25,8 @@ from router.core.prefix_index import CHUNK_TOKENS, Prefix, PrefixIndex
 # A full worker costs as much as computing this many steps of prompt.
 LOAD_STEPS = 4.0
 
+_NEVER = float("-inf"), Capacity(max_model_len=0, num_kv_blocks=0, block_size=1)
+
 
 @dataclass(frozen=True, slots=True)
 class WorkerKey:
@@ -88,10 +90,24 @@ class _Scheduler:
 class WorkerPool:
     """Every worker known, by scheduler; the caller is its only writer."""
 
-    def __init__(self, *, waiting_allowance: int = 8, max_report_age_s: float = 5.0) -> None:
-        """A scheduler that has not reported for max_report_age_s gets no requests."""
+    def __init__(
+        self,
+        *,
+        waiting_allowance: int = 8,
+        max_report_age_s: float = 5.0,
+        worker_grace_s: float = 30.0,
+    ) -> None:
+        """
+        Args:
+            waiting_allowance: requests sent to a worker beyond its max_num_seqs.
+            max_report_age_s: a scheduler that has not reported for so long gets no requests.
+            worker_grace_s: for so long after its last worker, a model still counts as served.
+        """
         self._waiting_allowance = waiting_allowance
         self._max_report_age_s = max_report_age_s
+        self._worker_grace_s = worker_grace_s
+        # By model: when a ready worker was last reported, and its capacity.
+        self._last_ready: dict[str, tuple[float, Capacity]] = {}
         self._schedulers: dict[str, _Scheduler] = {}
 
     def report(
@@ -115,6 +131,7 @@ class WorkerPool:
             workers[report.worker_id] = worker
             if report.state is WorkerState.READY:
                 ready.setdefault(report.model, []).append(worker)
+                self._last_ready[report.model] = now, capacity
         self._schedulers[scheduler] = _Scheduler(now, is_draining, workers, ready)
 
     def forget(self, scheduler: str) -> bool:
@@ -132,8 +149,15 @@ class WorkerPool:
         return [worker.report for worker in self._ready(model, now)]
 
     def capacities(self, model: str, now: float) -> Sequence[Capacity]:
-        """The capacities of the workers that take requests for the model."""
-        return [worker.capacity for worker in self._ready(model, now)]
+        """The capacities of the workers that take requests for the model.
+
+        While a scheduler or the only worker is replaced there is none; until worker_grace_s have
+        passed, the last one's capacity stands for those to come, so that requests may queue.
+        """
+        if ready := self._ready(model, now):
+            return [worker.capacity for worker in ready]
+        was_ready_at, capacity = self._last_ready.get(model, _NEVER)
+        return [capacity] if now - was_ready_at <= self._worker_grace_s else []
 
     def holders(self, need: Need, now: float) -> set[WorkerKey]:
         """The workers that take requests and could serve this request when empty."""

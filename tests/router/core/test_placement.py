@@ -302,3 +302,13 @@ def test_decode_workers_get_prompts_only_when_there_are_no_others():
     )
     assert choose(pool_of(prefill, decode)).worker_id == "a"
     assert choose(pool_of(decode)).worker_id == "b"
+
+
+def test_a_model_counts_as_served_for_a_while_after_its_last_worker():
+    pool = pool_of(report())
+    (capacity,) = pool.capacities("m", NOW)
+    pool.forget("s")
+    assert pool.capacities("m", NOW + 30.0) == [capacity]
+    assert pool.capacities("m", NOW + 30.1) == []
+    assert pool.ready("m", NOW) == []
+    assert pool.capacities("another", NOW) == []

@@ -309,12 +309,22 @@ async def test_ids_are_made_for_requests_without_one(stack):
     assert first[0].request_id != second[0].request_id
 
 
-async def test_without_a_ready_worker_it_is_unavailable_with_a_time_to_retry(stack):
+async def test_without_a_ready_worker_it_is_unavailable_with_a_time_to_retry():
+    async with running_stack(worker_grace_s=0.0) as stack:
+        stack.scheduler.set_workers(worker(state=common_pb2.WORKER_STATE_STARTING))
+        await stack.until(lambda: not stack.router.pool.capacities(MODEL, stack.router.now()))
+        error = await error_of(stack.generate())
+        assert (error.code, error.reason) == (grpc.StatusCode.UNAVAILABLE, "NO_READY_WORKER")
+        assert error.retry_after_s == 1.0
+
+
+async def test_a_request_waits_for_the_next_worker_when_the_last_was_ready_a_moment_ago(stack):
     stack.scheduler.set_workers(worker(state=common_pb2.WORKER_STATE_STARTING))
-    await stack.until(lambda: not stack.router.pool.capacities(MODEL, stack.router.now()))
-    error = await error_of(stack.generate())
-    assert (error.code, error.reason) == (grpc.StatusCode.UNAVAILABLE, "NO_READY_WORKER")
-    assert error.retry_after_s == 1.0
+    await stack.until(lambda: not stack.router.pool.ready(MODEL, stack.router.now()))
+    call = stack.generate()
+    await stack.until(lambda: stack.router.num_queued == 1)
+    stack.scheduler.set_workers(worker())
+    assert [message async for message in call]
 
 
 async def test_a_full_queue_refuses_and_lets_in_again_later():

@@ -88,13 +88,12 @@ async def test_a_scheduler_that_comes_back_is_used_again():
         assert text_of(await stack.answer()) == TEXT
         await scheduler.stop()
         await stack.until(lambda: not stack.router.pool.reports())
-        with pytest.raises(grpc.aio.AioRpcError) as caught:
-            await stack.answer()
-        assert from_rpc_error(caught.value).reason == "NO_READY_WORKER"
+        waiting = asyncio.create_task(stack.answer())
+        await stack.until(lambda: stack.router.num_queued == 1)
         async with FakeScheduler(script=says_text) as again:
             await again.stop()
             await again.start(scheduler.address)
-            await stack.until(stack.router.pool.reports)
+            assert text_of(await waiting) == TEXT
             assert text_of(await stack.answer()) == TEXT
 
 
@@ -182,10 +181,11 @@ async def test_columns_that_do_not_fit_cost_the_connection_only(stack, update):
 async def test_a_draining_scheduler_gets_nothing_new(stack):
     stack.scheduler.is_draining = True
     stack.scheduler.set_workers(worker())
-    await stack.until(lambda: not stack.router.pool.capacities(MODEL, stack.router.now()))
-    with pytest.raises(grpc.aio.AioRpcError) as caught:
-        await stack.answer()
-    assert caught.value.code() is grpc.StatusCode.UNAVAILABLE
+    await stack.until(lambda: not stack.router.pool.ready(MODEL, stack.router.now()))
+    waiting = stack.generate()
+    await stack.until(lambda: stack.router.num_queued == 1)
+    assert not stack.scheduler.submissions
+    waiting.cancel()
 
 
 async def test_unknown_handles_and_finishes_are_skipped(stack):
