@@ -10,8 +10,6 @@ from collections import deque
 from collections.abc import Callable, Sequence
 from functools import partial
 
-import numpy as np
-
 from headrace.service import telemetry
 from scheduler import intake
 from scheduler.audit import Auditor, LedgerAudit
@@ -20,10 +18,8 @@ from scheduler.core.plan import (
     Admission,
     FinishedRequest,
     Int32Array,
-    Int64Array,
     KvBlocks,
     RequestStatus,
-    StepPlan,
 )
 from scheduler.core.scheduler import SchedulerCore
 from scheduler.in_flight import InFlight
@@ -31,6 +27,7 @@ from scheduler.inbox import Cancel, Inbox, Message, Pausing
 from scheduler.metrics import WorkerMeter
 from scheduler.replay.recording import Recording
 from scheduler.requests import FirstAdmission, LiveRequest, Submission
+from scheduler.rows import Rows
 from scheduler.switchboard import Switchboard
 from scheduler.updates import RequestEnd
 from scheduler.worker import (
@@ -91,10 +88,8 @@ class WorkerEngine:
         # Each result with when it came, on the event loop's clock.
         self._results: deque[tuple[WorkerResult, float]] = deque()
         self._in_flight: deque[InFlight] = deque()
-        # Requests in rows that want log probabilities, by row.
-        self._asking: dict[int, LiveRequest] = {}
+        self._rows = Rows(info.max_num_seqs, self._requests)
         self._auditor = Auditor(core, info, self._requests)
-        self._key_by_row: Int64Array = np.zeros(info.max_num_seqs, dtype=np.int64)
         self._wake = asyncio.Event()
         # False after an empty plan, until a message or a result comes.
         self._is_worth_planning = True
@@ -281,14 +276,13 @@ class WorkerEngine:
         if audit is None and not plan.is_worth_sending:
             self._is_worth_planning = False
             return
-        placed = self._assign_rows(plan)
+        placed = self._rows.assign(plan)
         span = self._log.begin_step(plan, placed) if placed else None
         now_s = asyncio.get_running_loop().time()
         if not self._in_flight:
             self._last_progress_s = now_s
         self.meter.sent(plan, self._core.config.max_num_batched_tokens, now_s)
-        keys = self._key_by_row[plan.rows]
-        asking = self._asking_in(plan)
+        keys, asking = self._rows.keys_in(plan), self._rows.asking_in(plan)
         self._in_flight.append(InFlight(plan, keys, now_s, admissions, span, asking, audit))
         self._switchboard.changes.notify()
         await self._stream.send(
@@ -297,28 +291,6 @@ class WorkerEngine:
             telemetry.traceparent_of(span) if span is not None else "",
             wants_audit=audit is not None,
         )
-
-    def _assign_rows(self, plan: StepPlan) -> list[LiveRequest]:
-        """Note which request each row holds from now on; in the order of plan.row_requests."""
-        for row in plan.freed_rows.tolist():
-            self._asking.pop(row, None)
-        placed = []
-        for row_request in plan.row_requests:
-            self._key_by_row[row_request.row] = row_request.key
-            request = self._requests[row_request.key]
-            # The prompt is computed from its first token again, with its log probabilities.
-            request.prompt_logprobs.clear()
-            submission = request.submission
-            if submission.wants_logprobs or submission.wants_prompt_logprobs:
-                self._asking[row_request.row] = request
-            placed.append(request)
-        return placed
-
-    def _asking_in(self, plan: StepPlan) -> dict[int, LiveRequest]:
-        """The plan's requests that want log probabilities, by row."""
-        if not self._asking:
-            return {}
-        return {row: self._asking[row] for row in plan.rows.tolist() if row in self._asking}
 
     @property
     def _last_step(self) -> int:
