@@ -150,6 +150,7 @@ class Killer:
         node = self._rng.choice(self._cluster.store.nodes)
         delay_s = self._rng.choice((0.0, 0.5, 2.0, 4.0))
         self._tally.disturbed("SIGKILL store")
+        self._tally.kills["store masters"] += node in await self._cluster.store.masters()
         with self._tally.store_away():
             await node.kill()
             await asyncio.sleep(delay_s)
