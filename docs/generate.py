@@ -15,6 +15,7 @@ import msgspec
 
 from gpuworker import metrics as gpuworker_metrics
 from gpuworker.config import KvCacheSettings, WorkerSettings
+from headrace.service import call_metrics
 from headrace.service.admin import AdminConfig
 from headrace.service.channels import ChannelConfig
 from headrace.service.config import SECTIONS
@@ -56,6 +57,7 @@ METRICS_BY_TITLE = {
     "The router": [m for m in router_metrics.METRICS if m not in store_metrics.METRICS],
     "The scheduler": [m for m in scheduler_metrics.METRICS if m not in store_metrics.METRICS],
     "The gpuworker": gpuworker_metrics.METRICS,
+    "The port of a service, in all three": call_metrics.METRICS,
     "The status store, in router and scheduler": store_metrics.METRICS,
 }
 

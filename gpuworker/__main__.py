@@ -78,7 +78,7 @@ async def serve(
     await publishing.enter_async_context(
         publish_metrics(
             "headrace-gpuworker",
-            lambda: metrics.read(service.meter, service.engine),
+            lambda: [*metrics.read(service.meter, service.engine), *server.meter.read()],
             admin=admin,
             otlp_endpoint=process.otlp_endpoint,
             is_ready=server.is_serving,

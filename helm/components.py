@@ -285,7 +285,8 @@ MONITORING = Section(
     {
         "enabled": switch(
             False,
-            "Open the port. With auth.enabled, /metrics wants the token of the pod's service.",
+            "Open the port. With auth.enabled, /metrics wants the metrics token, which opens"
+            " nothing else, or the token of the pod's service.",
         ),
         "scrapers": kube_list(
             [], "Peers that the network policies let reach the port; empty is nobody."

@@ -109,7 +109,9 @@ CHART = Section(
             {
                 "enabled": switch(True, "Ask for tokens on every port."),
                 "existingSecret": text(
-                    "", "A Secret with keys router-token, scheduler-token and gpuworker-token."
+                    "",
+                    "A Secret with keys router-token, scheduler-token and gpuworker-token, and with"
+                    " monitoring.enabled metrics-token.",
                 ),
                 "apiKeys": Section(
                     "Keys of tenants, which clients may send to routers instead of the token.",
@@ -126,6 +128,7 @@ CHART = Section(
                         "router": text("", "Token that clients send to routers."),
                         "scheduler": text("", "Token that routers send to schedulers."),
                         "gpuworker": text("", "Token that schedulers send to gpuworkers."),
+                        "metrics": text("", "Token that reads /metrics, and opens nothing else."),
                     },
                 ),
             },

@@ -160,7 +160,7 @@ async def serve(
         write_address(process, await server.start())
         publishing = publish_metrics(
             "headrace-router",
-            lambda: metrics.read(live, models, store),
+            lambda: [*metrics.read(live, models, store), *server.meter.read()],
             admin=admin,
             otlp_endpoint=process.otlp_endpoint,
             is_ready=server.is_serving,

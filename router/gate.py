@@ -12,7 +12,6 @@ from router import outcomes
 from router.core.admission import Ask, QueueLoad, Reject, Situation, decide
 from router.core.permits import Permits
 from router.dispatcher import Dispatcher
-from router.metrics import Meters
 from router.request import Spec
 from router.rules import Rules
 from router.status_log import StatusLog
@@ -26,7 +25,6 @@ class Gate:
         rules: Rules,
         dispatcher: Dispatcher,
         status: StatusLog,
-        meters: Meters,
         clock: Callable[[], float],
     ) -> None:
         """clock is monotonic, in seconds."""
@@ -34,7 +32,6 @@ class Gate:
         self._limits = rules.limits
         self._dispatcher = dispatcher
         self._status = status
-        self._meters = meters
         self._clock = clock
         self._num_reading_by_tenant: Counter[str] = Counter()
 
@@ -47,14 +44,14 @@ class Gate:
         """Take a permit, which `leave` gives back, and count a prompt being read; or raise."""
         refusal = self.permits.enter(tenant, self._clock())
         if refusal is not None:
-            raise self._refused(refusal)
+            raise outcomes.rejected(refusal)
         self._num_reading_by_tenant[tenant] += 1
 
     def check_permit(self, tenant: str) -> None:
         """Raise if `enter` would."""
         refusal = self.permits.refusal(tenant, self._clock())
         if refusal is not None:
-            raise self._refused(refusal)
+            raise outcomes.rejected(refusal)
 
     def enter_again(self, tenant: str) -> None:
         """Take a permit, which `leave` gives back, for a request that was admitted before."""
@@ -119,11 +116,6 @@ class Gate:
         Were the error a variable of the method that raises it, the two would refer to each other,
         and the prompt would stay until a garbage collection.
         """
-        error = self._refused(reject, spec.prompt_field)
+        error = outcomes.rejected(reject, spec.prompt_field)
         self._status.rejected(spec, num_prompt_tokens, error.message)
         return error
-
-    def _refused(self, reject: Reject, prompt_field: str = "text") -> ServiceError:
-        """The error of a refusal, once it is counted."""
-        self._meters.num_refused[reject.reason.value] += 1
-        return outcomes.rejected(reject, prompt_field)

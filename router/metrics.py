@@ -4,6 +4,7 @@ from collections import Counter, defaultdict
 from collections.abc import Iterable, Iterator
 from typing import TYPE_CHECKING
 
+from headrace.service.errors import ServiceError
 from headrace.service.metrics import (
     WAIT_BOUNDS_S,
     BoundedLabel,
@@ -110,7 +111,8 @@ PAUSED = gauge(
 REFUSED = counter(
     "headrace.requests.refused",
     "{request}",
-    "Requests that were not admitted, by the reason that the caller was given.",
+    "Requests that were not admitted, by the reason that the caller was given, or the field's."
+    " Calls that were refused before their request was read are in calls.refused.",
     ("reason",),
 )
 TAKEN_UP = counter(
@@ -214,6 +216,10 @@ class Meters:
             self.num_taken_up["caller" if request.has_reader else "recovery"] += 1
         else:
             request.traffic.num_prompt_tokens += len(request.prompt_token_ids)
+
+    def refused(self, error: ServiceError) -> None:
+        """A request was not admitted; reasons are those of the code, so they are few."""
+        self.num_refused[error.counted_as or error.reason] += 1
 
     def admitted(self, request: "ClientRequest", num_cached_tokens: int) -> None:
         """A worker began with a request for the first time since it is here."""

@@ -25,6 +25,12 @@ TOKENS_LOST = "TOKENS_LOST"
 
 def rejected(reject: Reject, prompt_field: str = "text") -> ServiceError:
     """A request that was not admitted; prompt_field names the field that held the prompt."""
+    error = _rejected(reject, prompt_field)
+    error.counted_as = reject.reason.value
+    return error
+
+
+def _rejected(reject: Reject, prompt_field: str) -> ServiceError:
     match reject.reason:
         case Reason.PROMPT_TOO_LONG:
             return invalid(prompt_field, reject.message)

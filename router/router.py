@@ -67,7 +67,7 @@ class Router:
             clock=clock,
             wall_clock=wall_clock,
         )
-        self._gate = Gate(rules, dispatcher, status, self.meters, clock)
+        self._gate = Gate(rules, dispatcher, status, clock)
         self.calls = Calls(self._gate, clock, wall_clock)
         # Requests without a reader, by when they end if nobody takes them up.
         self._orphans: LazyHeap[int, ClientRequest] = LazyHeap()
@@ -118,9 +118,7 @@ class Router:
     ) -> AbstractContextManager[Reservation]:
         """Hold an id and a permit while a caller is answered, and clean up after the call."""
         if self.is_draining:
-            error = outcomes.draining()
-            self.meters.num_refused[error.reason] += 1
-            raise error
+            raise outcomes.draining()
         reservation = self.calls.enter(request_id, tenant, body_sha256)
         return self._answering(reservation, reservation)
 

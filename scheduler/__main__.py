@@ -102,7 +102,7 @@ async def serve(
         write_address(process, await server.start())
         publishing = publish_metrics(
             "headrace-scheduler",
-            lambda: metrics.read(workers, log, store),
+            lambda: [*metrics.read(workers, log, store), *server.meter.read()],
             admin=admin,
             otlp_endpoint=process.otlp_endpoint,
             is_ready=server.is_serving,

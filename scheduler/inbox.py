@@ -139,7 +139,7 @@ class Inbox:
         """Set the request's pause state in the core, which ignores requests it does not have."""
         if not request.is_paused:
             self._core.continue_request(request.key)
-        elif self._core.pause_request(request.key):
-            self._log.paused(request)
+        elif (num_lost := self._core.pause_request(request.key)) is not None:
+            self._log.paused(request, num_lost)
             # Its blocks are free; routers learn that even if nothing else runs.
             self._switchboard.changes.notify()

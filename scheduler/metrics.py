@@ -102,7 +102,8 @@ PREEMPTIONS = counter(
 RECOMPUTED_TOKENS = counter(
     "headrace.recomputed",
     "{token}",
-    "Computed tokens that were lost, and are computed again, by cause.",
+    "Computed tokens that were lost, and are computed again, by cause: preemption, pause (the"
+    " client did not read), worker_lost.",
     ("cause",),
 )
 DRAFT_TOKENS = counter(
@@ -162,6 +163,7 @@ class RequestMeter:
         self.num_taken_up = 0
         self.num_recovered = 0
         self.num_recomputed_tokens = 0
+        self.num_tokens_lost_to_pauses = 0
 
 
 class WorkerMeter:
@@ -261,6 +263,7 @@ def read(pool: "Pool", log: "RequestLog", store: StatusStore) -> Iterator[Readin
         RECOMPUTED_TOKENS,
         {
             ("preemption",): sum(meter.num_recomputed_tokens for _, meter, _ in workers),
+            ("pause",): log.meter.num_tokens_lost_to_pauses,
             ("worker_lost",): log.meter.num_recomputed_tokens,
         },
     )

@@ -147,8 +147,9 @@ class RequestLog:
         if (span := self._spans.get(request.key)) is not None:
             span.add_event("preempted")
 
-    def paused(self, request: LiveRequest) -> None:
-        """The request was paused, because its client does not read, and has no blocks."""
+    def paused(self, request: LiveRequest, num_lost_tokens: int) -> None:
+        """The request was paused, because its client does not read, and lost its blocks."""
+        self.meter.num_tokens_lost_to_pauses += num_lost_tokens
         self._record(request, State.PAUSED)
         if (span := self._spans.get(request.key)) is not None:
             span.add_event("paused")

@@ -2,7 +2,7 @@
 
 Off unless an address is given. On the loopback interface the port is open to the machine's users;
 on any other it wants a token for everything but the two probes, unless the settings say that
-strangers may read.
+strangers may read. Prometheus can have a token of its own, which opens /metrics only.
 """
 
 import asyncio
@@ -45,6 +45,13 @@ class AdminConfig(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
             " and /readyz. Needed where other machines reach the port."
         ),
     ] = ""
+    metrics_token_file: Annotated[
+        str,
+        help_text(
+            "File with another token, which may read /metrics and nothing else, for Prometheus."
+            " Given alone, it closes all other pages but the probes."
+        ),
+    ] = ""
     allow_strangers: Annotated[
         bool,
         help_text("Let other machines read the admin port without a token."),
@@ -70,14 +77,15 @@ class AdminServer:
         self._is_ready = is_ready
         self._host, self._port = _split(config.listen)
         self._is_local = _is_loopback(self._host)
-        if not (self._is_local or config.auth_token_file or config.allow_strangers):
+        has_token = bool(config.auth_token_file or config.metrics_token_file)
+        if not (self._is_local or has_token or config.allow_strangers):
             raise ConfigError(
                 f"admin listen: other machines reach {config.listen}; give auth_token_file, or set"
                 " allow_strangers where the network keeps them out, or listen on 127.0.0.1"
             )
-        self._tokens: Watched[list[str]] | None = None
-        if file := config.auth_token_file:
-            self._tokens = Watched([file], lambda: read_tokens(file))
+        # Tokens that open every page, and tokens that open /metrics only.
+        self._tokens = _tokens_in(config.auth_token_file)
+        self._metrics_tokens = _tokens_in(config.metrics_token_file)
         self._tls = _tls(config)
         self._runner: web.AppRunner | None = None
 
@@ -138,10 +146,12 @@ class AdminServer:
         return answer
 
     def _has_token(self, request: "web.Request") -> bool:
-        if self._tokens is None:
+        if self._tokens is None and self._metrics_tokens is None:
             return True
+        opening = [self._tokens, self._metrics_tokens if request.path == "/metrics" else None]
         sent = request.headers.get("authorization", "").encode()
-        expected = [f"Bearer {token}".encode() for token in self._tokens.get()]
+        tokens = [token for found in opening if found is not None for token in found.get()]
+        expected = [f"Bearer {token}".encode() for token in tokens]
         # In constant time: the time taken must not tell how much of a guess is right.
         return any(hmac.compare_digest(sent, one) for one in expected)
 
@@ -170,6 +180,10 @@ class AdminServer:
         if self._is_ready():
             return web.Response(text="ready\n")
         return web.Response(status=503, text="not ready: starting, or shutting down\n")
+
+
+def _tokens_in(file: str) -> Watched[list[str]] | None:
+    return Watched([file], lambda: read_tokens(file)) if file else None
 
 
 def _split(listen: str) -> tuple[str, int]:

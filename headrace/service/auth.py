@@ -7,6 +7,7 @@ from typing import Any
 import grpc
 import grpc.aio
 
+from headrace.service.call_metrics import CallMeter
 from headrace.service.errors import ServiceError, map_errors, unauthenticated
 from headrace.service.handlers import make_handler
 from headrace.service.keys import ANYBODY, Caller, KeyRing
@@ -27,15 +28,23 @@ def caller() -> Caller:
 class AuthInterceptor(grpc.aio.ServerInterceptor):
     """Refuses calls without a key, except health checks. The outermost interceptor."""
 
-    def __init__(self, keys: Watched[KeyRing] | None, tenant_methods: Collection[str] = ()) -> None:
+    def __init__(
+        self,
+        keys: Watched[KeyRing] | None,
+        tenant_methods: Collection[str] = (),
+        *,
+        meter: CallMeter,
+    ) -> None:
         """
         Args:
             keys: None accepts every call.
+            meter: counts refused calls.
             tenant_methods: what a tenant's key may call, e.g. "/headrace.v1.Inference/Generate";
                 all other methods but reflection need the key of an administrator.
         """
         self._keys = keys
         self._tenant_methods = frozenset(tenant_methods)
+        self._meter = meter
 
     async def intercept_service(
         self,
@@ -46,6 +55,7 @@ class AuthInterceptor(grpc.aio.ServerInterceptor):
         if not is_health(method):
             found = self._find(method, handler_call_details.invocation_metadata or ())
             if isinstance(found, ServiceError):
+                self._meter.refused(found)
                 return _refusing(found)
             _caller.set(found)
         return await continuation(handler_call_details)

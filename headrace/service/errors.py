@@ -34,8 +34,10 @@ class ServiceError(Exception):
     """A refusal or failure that the caller is meant to see.
 
     reason is stable UPPER_SNAKE for programs; message is for people and says what to do. The middle
-    of a long message is left out.
+    of a long message is left out. counted_as: the reason in metrics, where that says more.
     """
+
+    counted_as = ""
 
     def __init__(
         self,

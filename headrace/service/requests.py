@@ -14,6 +14,7 @@ from google.protobuf.message import DecodeError, Message
 
 from headrace.service.auth import is_health
 from headrace.service.call_limit import CallLimit
+from headrace.service.call_metrics import CallMeter
 from headrace.service.errors import ServiceError, exhausted, malformed
 from headrace.service.handlers import over_bytes
 from headrace.service.message_size import MAX_FIELDS, too_many_fields
@@ -35,7 +36,9 @@ _held: ContextVar["_Held | None"] = ContextVar("headrace_request", default=None)
 class RequestReader:
     """Reads and decodes requests for the registered handlers of a server."""
 
-    def __init__(self) -> None:
+    def __init__(self, meter: CallMeter) -> None:
+        """meter: counts the calls whose request is not taken."""
+        self._meter = meter
         self._large = LargeRequests(_MAX_LARGE_BYTES, _MAX_WAITING_BYTES)
         self._decoding = asyncio.Lock()
         self._reads = CallLimit(_MAX_READS, _READ_S)
@@ -72,7 +75,16 @@ class RequestReader:
                 raise exhausted("TOO_LARGE", f"send at most {_MAX_HEALTH_BYTES} bytes")
             return decode(data)
 
-        return over_bytes(handler, decode, read_health if is_health(method) else read_one)
+        read = read_health if is_health(method) else read_one
+
+        async def read_or_count(context: Any) -> Message:
+            try:
+                return await read(context)
+            except ServiceError as error:
+                self._meter.refused(error)
+                raise
+
+        return over_bytes(handler, decode, read_or_count)
 
 
 def _too_many_fields() -> ServiceError:

@@ -13,6 +13,7 @@ from grpc_reflection.v1alpha import reflection
 
 from headrace.service import health
 from headrace.service.auth import AuthInterceptor
+from headrace.service.call_metrics import CallMeter
 from headrace.service.config import ConfigError, help_text
 from headrace.service.errors import map_errors
 from headrace.service.handlers import HandlerInterceptor
@@ -93,7 +94,10 @@ class ServingConfig(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
 
 
 class GrpcServer:
-    """Owns one grpc.aio server. Add servicers to `server` before `start`."""
+    """Owns one grpc.aio server. Add servicers to `server` before `start`.
+
+    `meter` counts the calls that are refused before a servicer sees them.
+    """
 
     def __init__(
         self,
@@ -109,12 +113,13 @@ class GrpcServer:
             tenant_methods: what a tenant's key may call (see AuthInterceptor).
         """
         self._config = config
+        self.meter = CallMeter()
         # Outermost first.
         keys = watch_keys(config.auth_token_file, config.api_keys_file)
         chain = [
-            AuthInterceptor(keys, tenant_methods),
+            AuthInterceptor(keys, tenant_methods, meter=self.meter),
             *interceptors,
-            HandlerInterceptor(RequestReader().wrap, map_errors),
+            HandlerInterceptor(RequestReader(self.meter).wrap, map_errors),
         ]
         self.server = grpc.aio.server(
             interceptors=chain,

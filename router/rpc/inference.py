@@ -70,33 +70,40 @@ class InferenceService:
 
     async def Generate(self, request: inference_pb2.GenerateRequest, context: Any) -> None:
         """Stream a completion; when the call ends, the request ends, unless it is to go on."""
-        access = Access()
-        model_name = wire.choose_model(request.model, self._services.models)
-        request_id = access.enter(request)
-        logs.request_id.set(request_id)
-        wanted = wire.take_first_tokens(request)
-        body = wire.body_of(request)
-        if body:
-            take_ups = self._services.take_ups
-            if (origin := await take_ups.find_repeated(request_id, body, wanted)) is not None:
+        access, is_taken = Access(), False
+        try:
+            model_name = wire.choose_model(request.model, self._services.models)
+            request_id = access.enter(request)
+            logs.request_id.set(request_id)
+            wanted = wire.take_first_tokens(request)
+            body = wire.body_of(request)
+            if body:
+                take_ups = self._services.take_ups
+                if (origin := await take_ups.find_repeated(request_id, body, wanted)) is not None:
+                    is_taken = True
+                    del request
+                    release_request()
+                    await self._answer_again(origin, wanted(origin), access, context)
+                    return
+            with (
+                self._keys.hold(access.who) as spend,
+                self._router.reserve(request_id, request.tenant, body) as reservation,
+                spans.generation(request, request_id, model_name, context) as span,
+            ):
+                live = await self._submit(request, reservation, wanted, model_name, context)
+                is_taken = True
+                # `live` holds everything that the answer needs.
                 del request
                 release_request()
-                await self._answer_again(origin, wanted(origin), access, context)
-                return
-        with (
-            self._keys.hold(access.who) as spend,
-            self._router.reserve(request_id, request.tenant, body) as reservation,
-            spans.generation(request, request_id, model_name, context) as span,
-        ):
-            live = await self._submit(request, reservation, wanted, model_name, context)
-            # `live` holds everything that the answer needs.
-            del request
-            release_request()
-            try:
-                await self._answer(live, access, context)
-            finally:
-                spans.note_outcome(span, live)
-                spend(_num_new_tokens(live))
+                try:
+                    await self._answer(live, access, context)
+                finally:
+                    spans.note_outcome(span, live)
+                    spend(_num_new_tokens(live))
+        except ServiceError as error:
+            if not is_taken:
+                self._router.meters.refused(error)
+            raise
 
     async def _submit(
         self,

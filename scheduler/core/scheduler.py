@@ -120,7 +120,7 @@ class SchedulerCore:
             if request.request_id == request_id:
                 request.is_ready = True
 
-    def pause_request(self, key: int) -> bool:
+    def pause_request(self, key: int) -> int | None:
         """Pause a request whose client does not read, until `continue_request`.
 
         The request loses its row and its blocks and leaves the queues. Its output in flight is
@@ -128,14 +128,14 @@ class SchedulerCore:
         paused already.
 
         Returns:
-            Whether the request was running.
+            Computed tokens that the request lost; None if it was not running.
         """
         request = self.state.requests.get(key)
         if request is None or request.is_paused:
-            return False
+            return None
         was_running = request.row >= 0
-        self.state.pause_request(request)
-        return was_running
+        num_lost = self.state.pause_request(request)
+        return num_lost if was_running else None
 
     def continue_request(self, key: int) -> None:
         """Queue a paused request again; nothing happens if it is not paused."""

@@ -112,11 +112,14 @@ class SchedulerState:
         self.queues.waiting.add_front(request)
         return request
 
-    def pause_request(self, request: Request) -> None:
+    def pause_request(self, request: Request) -> int:
         """Pause a request, running or waiting, until `unpause_request`.
 
         A running request loses its row and blocks like a preempted request, and its output in
         flight is still delivered.
+
+        Returns:
+            Computed tokens that the request lost.
         """
         row, num_computed = request.row, 0
         if row != NO_ROW:
@@ -129,6 +132,7 @@ class SchedulerState:
         request.status_after_pause = request.status
         request.status = RequestStatus.WAITING_FOR_CLIENT
         self.queues.pause(request)
+        return num_computed
 
     def unpause_request(self, request: Request) -> None:
         """Queue a paused request again."""

@@ -101,7 +101,7 @@ class Recorder(SchedulerCore):
             self._step.setdefault("ready", []).append(request_id)
         super().mark_ready(request_id)
 
-    def pause_request(self, key: int) -> bool:
+    def pause_request(self, key: int) -> int | None:
         self._note_client("pause", key)
         return super().pause_request(key)
 

@@ -102,7 +102,7 @@ CASES: dict[str, dict[str, Any]] = {
     "supplied tokens": {
         "auth": {
             "existingSecret": "tokens",
-            "tokens": {"router": "", "scheduler": "", "gpuworker": ""},
+            "tokens": {"router": "", "scheduler": "", "gpuworker": "", "metrics": ""},
         }
     },
     "api keys": {"auth": {"apiKeys": {"existingSecret": "our-keys", "key": "hashes"}}},

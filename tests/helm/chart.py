@@ -10,7 +10,14 @@ import yaml
 CHART = Path(__file__).parents[2] / "helm" / "headrace"
 # Otherwise made up anew in each rendering.
 KEPT_SECRETS = {
-    "auth": {"tokens": {"router": "hidden-1", "scheduler": "hidden-2", "gpuworker": "hidden-3"}},
+    "auth": {
+        "tokens": {
+            "router": "hidden-1",
+            "scheduler": "hidden-2",
+            "gpuworker": "hidden-3",
+            "metrics": "hidden-4",
+        }
+    },
     "store": {"valkey": {"password": "hidden-4"}},
 }
 

@@ -46,15 +46,26 @@ def test_probes_over_http_ask_the_admin_port(chart):
 def test_metrics_want_the_token_that_the_pod_monitor_sends(chart):
     objects = chart.render({"monitoring": MONITORING, "tls": SUPPLIED})
     for admin in admin_settings(objects):
-        assert admin["auth_token_file"].startswith("/etc/headrace/tokens/")
+        assert admin["metrics_token_file"] == "/etc/headrace/tokens/metrics-token"
+        # The full token of the service's own port opens the other pages.
+        assert admin["auth_token_file"] != admin["metrics_token_file"]
         assert admin["tls_cert_file"] == "/etc/headrace/tls/tls.crt"
+    pods = [*of_kind(objects, "Deployment"), *of_kind(objects, "StatefulSet")]
+    mounted = {
+        each["spec"]["template"]["metadata"]["labels"]["app.kubernetes.io/component"]: item["path"]
+        for each in pods
+        for volume in each["spec"]["template"]["spec"]["volumes"]
+        for item in volume.get("secret", {}).get("items", ())
+        if item["key"] == "metrics-token"
+    }
+    assert mounted == dict.fromkeys(COMPONENTS, "metrics-token")
     monitors = {each["metadata"]["name"]: each for each in of_kind(objects, "PodMonitor")}
     assert len(monitors) == 3
     for component in COMPONENTS:
         monitor = next(m for name, m in monitors.items() if name.endswith(component))
         assert monitor["metadata"]["labels"]["release"] == "prometheus"
         (endpoint,) = monitor["spec"]["podMetricsEndpoints"]
-        assert endpoint["authorization"]["credentials"]["key"] == f"{component}-token"
+        assert endpoint["authorization"]["credentials"]["key"] == "metrics-token"
         assert endpoint["scheme"] == "https"
         assert endpoint["tlsConfig"]["ca"]["secret"]["name"] == f"{component}-cert"
 

@@ -236,8 +236,8 @@ class SchedulerMachine(RuleBasedStateMachine):
         # One that comes back before its first admission is ahead of those it was behind.
         self.unblocked[key] = False
         num_free = self.core.num_free_blocks
-        was_running, other = (core.pause_request(key) for core in self.cores)
-        assert was_running == other
+        num_lost, other = (core.pause_request(key) for core in self.cores)
+        assert num_lost == other
         assert self.core.num_free_blocks >= num_free
 
     def _continue(self, key: int) -> None:

@@ -114,7 +114,7 @@
 {{- if and .Values.auth.apiKeys.existingSecret (not .Values.auth.enabled) -}}
 {{- fail "auth.apiKeys: needs auth.enabled" -}}
 {{- end -}}
-{{- if and .Values.auth.existingSecret (or .Values.auth.tokens.router .Values.auth.tokens.scheduler .Values.auth.tokens.gpuworker) -}}
+{{- if and .Values.auth.existingSecret (or .Values.auth.tokens.router .Values.auth.tokens.scheduler .Values.auth.tokens.gpuworker .Values.auth.tokens.metrics) -}}
 {{- fail "auth: give either tokens or existingSecret" -}}
 {{- end -}}
 {{- end }}

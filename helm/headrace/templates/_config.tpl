@@ -62,6 +62,7 @@ and certificate this is) and perhaps next (the service that is called).
 {{- $admin := dict "listen" "0.0.0.0:8710" -}}
 {{- if .root.Values.auth.enabled -}}
 {{- $_ := set $admin "auth_token_file" (get $serving "auth_token_file") -}}
+{{- $_ := set $admin "metrics_token_file" "/etc/headrace/tokens/metrics-token" -}}
 {{- else -}}
 {{- $_ := set $admin "allow_strangers" true -}}
 {{- end -}}

@@ -232,6 +232,10 @@ config (name of the ConfigMap), service and tokens (keys that this pod may see).
       - key: {{ . }}
         path: {{ . }}
       {{- end }}
+      {{- if and .root.Values.monitoring.enabled (ne .component "test") }}
+      - key: metrics-token
+        path: metrics-token
+      {{- end }}
 {{- end }}
 {{- if and (has "scheduler-token" .tokens) (eq .service "router") .root.Values.auth.enabled .root.Values.auth.apiKeys.existingSecret }}
 - name: keys

@@ -65,6 +65,26 @@ async def test_a_token_guards_all_but_the_probes(tmp_path):
         assert (await get(session, "/readyz"))[0] == 200
 
 
+@pytest.mark.parametrize("has_full_token", [True, False])
+async def test_the_token_of_scrapers_opens_the_metrics_and_nothing_else(tmp_path, has_full_token):
+    (tmp_path / "full").write_text("full")
+    (tmp_path / "scrape").write_text("scrape")
+    settings = {"metrics_token_file": str(tmp_path / "scrape")}
+    if has_full_token:
+        settings["auth_token_file"] = str(tmp_path / "full")
+    full, scrape = ({"authorization": f"Bearer {token}"} for token in ("full", "scrape"))
+    async with serving(**settings) as session:
+        assert (await get(session, "/metrics", headers=scrape))[0] == 200
+        assert (await get(session, "/metrics"))[0] == 401
+        # A page that is not there is refused before it is looked up.
+        assert (await get(session, "/else", headers=scrape))[0] == 401
+        assert (await get(session, "/metrics/", headers=scrape))[0] == 401
+        for path, status in (("/metrics", 200), ("/else", 404)):
+            assert (await get(session, path, headers=full))[0] == (
+                status if has_full_token else 401
+            )
+
+
 async def test_a_page_of_another_site_reads_nothing_through_a_local_browser():
     async with serving() as session:
         for host in ("evil.example", "evil.example:80", "127.0.0.1.evil.example"):
@@ -79,8 +99,9 @@ def test_a_port_that_other_machines_reach_needs_a_token(listen, tmp_path):
         AdminServer(AdminConfig(listen=listen), source, lambda: True)
     AdminServer(AdminConfig(listen=listen, allow_strangers=True), source, lambda: True)
     (tmp_path / "token").write_text("x")
-    config = AdminConfig(listen=listen, auth_token_file=str(tmp_path / "token"))
-    AdminServer(config, source, lambda: True)
+    for setting in ("auth_token_file", "metrics_token_file"):
+        config = AdminConfig(**{"listen": listen, setting: str(tmp_path / "token")})
+        AdminServer(config, source, lambda: True)
 
 
 @pytest.mark.parametrize("listen", ["9000", "host:", "host:x", "host:65536", ":80"])

@@ -7,6 +7,7 @@ import grpc.aio
 import pytest
 
 from headrace.service import watched
+from headrace.service.call_metrics import REFUSED
 from headrace.service.channels import ChannelConfig, open_channel
 from headrace.service.config import ConfigError
 from headrace.service.errors import from_rpc_error
@@ -85,6 +86,8 @@ async def test_each_key_may_do_what_its_section_says(port):
     assert await port.answer(port.keys["root"], method="GetPool") == ""
     assert await port.answer(port.keys["acme.1"], method="GetPool") == "ADMIN_ONLY"
     assert await port.answer(port.keys["old"]) == "EXPIRED_KEY"
+    (reading,) = port.server.meter.read()
+    assert reading == (REFUSED, {("ADMIN_ONLY",): 1, ("EXPIRED_KEY",): 1})
 
 
 async def test_no_key_a_wrong_one_a_hash_and_two_are_refused(port):

@@ -102,13 +102,23 @@ async def test_refusals_are_counted_by_the_reason_that_callers_see(stack):
         await stack.answer(sampling={"max_tokens": 10**6})
     with pytest.raises(grpc.aio.AioRpcError):
         await stack.answer("x" * 20_000)
+    # Refused before admission is asked, or while the prompt is read.
+    for options in ({"model": "other"}, {"sampling": {"temperature": -1}}, {"request_id": "a b"}):
+        with pytest.raises(grpc.aio.AioRpcError):
+            await stack.answer(**options)
+    await stack.answer()
     series = read(stack)
     reasons = {
         dict(labels)["reason"]: value
         for (name, labels), value in series.items()
         if name == "headrace_requests_refused_total"
     }
-    assert reasons == {"MAX_TOKENS_TOO_LARGE": 1, "PROMPT_TOO_LONG": 1}
+    assert reasons == {
+        "MAX_TOKENS_TOO_LARGE": 1,
+        "PROMPT_TOO_LONG": 1,
+        "UNKNOWN_MODEL": 1,
+        "INVALID_FIELD": 2,
+    }
 
 
 def test_ten_thousand_tenants_and_a_hundred_thousand_requests_make_few_series():

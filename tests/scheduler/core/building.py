@@ -47,10 +47,10 @@ class AuditedCore(SchedulerCore):
         check_book(self)
         return output
 
-    def pause_request(self, key: int) -> bool:
-        was_running = super().pause_request(key)
+    def pause_request(self, key: int) -> int | None:
+        num_lost = super().pause_request(key)
         check_book(self)
-        return was_running
+        return num_lost
 
     def abort(
         self, key: int, status: RequestStatus = RequestStatus.ABORTED

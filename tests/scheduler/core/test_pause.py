@@ -23,7 +23,7 @@ def test_a_paused_request_gives_up_its_row_and_its_blocks_and_others_go_on(
     driver.add(new_request(0, 40), new_request(1, 40))
     driver.steps(3)
     num_free = core.num_free_blocks
-    assert core.pause_request(0) is True
+    assert core.pause_request(0) == 42
     assert status_of(core, 0) is RequestStatus.WAITING_FOR_CLIENT
     assert (core.num_running, core.num_waiting, core.num_paused) == (1, 0, 1)
     assert core.num_free_blocks == num_free + 3
@@ -161,7 +161,7 @@ def test_a_waiting_request_is_set_aside_too_and_holds_nobody_up(make_core: MakeC
     driver = Driver(core)
     driver.add(new_request(0, 40), new_request(1, 40), new_request(2, 5))
     assert driver.scheduled(driver.step()) == {"r0": 40}
-    assert core.pause_request(1) is False
+    assert core.pause_request(1) is None
     assert driver.scheduled(driver.step()) == {"r0": 1, "r2": 5}
     core.continue_request(1)
     driver.run()
@@ -185,7 +185,7 @@ def test_pausing_twice_or_nobody_changes_nothing(make_core: MakeCore) -> None:
     driver = Driver(core)
     driver.add(new_request(0))
     driver.step()
-    assert [core.pause_request(key) for key in (0, 0, 9)] == [True, False, False]
+    assert [core.pause_request(key) for key in (0, 0, 9)] == [10, None, None]
     core.continue_request(0)
     core.continue_request(0)
     core.continue_request(9)
