@@ -399,12 +399,13 @@ def test_a_digest_wins(chart):
 def test_secrets_that_nobody_gave_are_made_up(chart):
     objects = chart.render(is_secret_given=False)
     tokens = objects.one("Secret", "tokens")["stringData"]
-    assert set(tokens) == {"router-token", "scheduler-token", "gpuworker-token"}
+    names = {"router-token", "scheduler-token", "gpuworker-token", "metrics-token"}
+    assert set(tokens) == names
     store = objects.one("Secret", "store")["stringData"]
     assert f":{store['password']}@" in store["url"]
     assert store["valkey.conf"] == f"requirepass {store['password']}\n"
     made_up = {*tokens.values(), store["password"]}
-    assert len(made_up) == 4
+    assert len(made_up) == 5
     assert {len(secret) for secret in made_up} == {40}
 
 
