@@ -12,8 +12,10 @@ CHART = Path(__file__).parents[2] / "helm" / "headrace"
 KEPT_SECRETS = {
     "auth": {
         "tokens": {
-            **{"router": "hidden-1", "scheduler": "hidden-2"},
-            **{"gpuworker": "hidden-3", "metrics": "hidden-5"},
+            "router": "hidden-1",
+            "scheduler": "hidden-2",
+            "gpuworker": "hidden-3",
+            "metrics": "hidden-5",
         }
     },
     "store": {"valkey": {"password": "hidden-4"}},
