@@ -26,6 +26,7 @@ class Api:
 
     def __init__(self, address: str, token: str, ca_file: Path) -> None:
         """address: host:port."""
+        self.address = address
         self._base = f"https://{address}"
         self._pool = urllib3.PoolManager(
             ca_certs=str(ca_file),

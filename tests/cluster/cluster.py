@@ -93,10 +93,11 @@ class Cluster:
         """What kubectl prints."""
         return _run([str(self._kubectl), "--kubeconfig", self._kubeconfig, *arguments])
 
-    def pods(self, namespace: str, component: str = "") -> list[Object]:
-        """Pods that are not being deleted."""
-        selector = f"?labelSelector=app.kubernetes.io/component%3D{component}" if component else ""
-        found = self.api.items(f"/api/v1/namespaces/{namespace}/pods{selector}")
+    def pods(self, namespace: str, release: str, component: str) -> list[Object]:
+        """Pods of a release that are not being deleted."""
+        labels = {"instance": release, "component": component}
+        selector = ",".join(f"app.kubernetes.io/{name}%3D{value}" for name, value in labels.items())
+        found = self.api.items(f"/api/v1/namespaces/{namespace}/pods?labelSelector={selector}")
         return [pod for pod in found if "deletionTimestamp" not in pod["metadata"]]
 
     def logs(self) -> str:

@@ -1,18 +1,22 @@
-"""A cluster, and a release of the chart in it."""
+"""A cluster, and two releases of the chart in one namespace of it."""
 
 import os
 from collections.abc import Iterator
+from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 
 import pytest
 
 from tests.chaos import stub_model
 from tests.cluster.cluster import Cluster
-from tests.cluster.release import Release
+from tests.cluster.credentials import Credentials
+from tests.cluster.release import NAMESPACE, Release, left
 from tests.containers.runtime import RuntimeUnavailableError, need_programs
+from tests.helm.chart import merged
 from tests.helm.helm_binary import HelmUnavailableError, find_helm, find_kubectl
 from tests.kubernetes.control_plane import ASSETS, ControlPlaneUnavailableError
 
+RELEASE = "hr"
 STUB = {"gpuworker": ["python", "-m", "tests.cluster.stub_gpuworker"]}
 
 
@@ -35,16 +39,62 @@ def cluster(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Cluster]:
 
 
 @pytest.fixture(scope="module")
-def release(cluster: Cluster) -> Iterator[Release]:
-    """An installed release; its removal must leave nothing."""
+def credentials(cluster: Cluster) -> Credentials:
+    """Certificates and API keys for `release`, in the namespace of both releases."""
+    cluster.api.create("/api/v1/namespaces", {"metadata": {"name": NAMESPACE}})
+    folder = cluster.folder / "credentials"
+    folder.mkdir()
+    made = Credentials(cluster.api, NAMESPACE, f"{RELEASE}-headrace", folder)
+    made.create()
+    return made
+
+
+@pytest.fixture(scope="module")
+def releases(cluster: Cluster, credentials: Credentials) -> Iterator[dict[str, Release]]:
+    """Installed releases by name; their removal must leave nothing.
+
+    `release` has what a cluster is for: pods are found by labels, schedulers share the workers by
+    Leases, ports are TLS, and clients have keys. `plain` has the defaults of the chart.
+    """
     models = cluster.folder / "models"
     models.mkdir()
     stub_model.write_model(models / "stub")
     readable(models)
-    made = Release(cluster, "space", models)
-    made.install()
-    yield made
-    made.uninstall()
+    plain = {
+        "model": {"name": "/var/cache/headrace/stub", "servedName": "stub"},
+        "modelCache": {"type": "hostPath", "hostPath": str(models)},
+        "router": {"replicas": 1},
+        "pools": [{"name": "a", "gpu": {"count": 0}}],
+        "probes": {"periodSeconds": 5},
+        "tests": {"deadlineSeconds": 120},
+    }
+    complete = {
+        "router": {"replicas": 2, "preStopSeconds": 1, "service": {"type": "NodePort"}},
+        "scheduler": {"replicas": 2, "config": {"ownership": {"rebalance_after_s": 1}}},
+        "pools": [{"name": "a", "replicas": 2}],
+        "discovery": {"type": "kubernetes"},
+        "monitoring": {"enabled": True},
+        "probes": {"type": "http", "periodSeconds": 1},
+        **credentials.values,
+    }
+    made = {
+        "plain": Release(cluster, "plain", plain),
+        RELEASE: Release(cluster, RELEASE, merged(plain, complete)),
+    }
+    with ThreadPoolExecutor() as threads:
+        list(threads.map(Release.install, made.values()))
+        yield made
+        list(threads.map(Release.uninstall, made.values()))
+    credentials.delete()
+    # As docs/kubernetes.md says.
+    cluster.kubectl("delete", "leases", "--selector", "headrace/lease", "--namespace", NAMESPACE)
+    cluster.until(lambda: not left(cluster), "end of all objects")
+
+
+@pytest.fixture(scope="module")
+def release(releases: dict[str, Release]) -> Release:
+    """The release with everything."""
+    return releases[RELEASE]
 
 
 def readable(folder: Path) -> None:

@@ -21,7 +21,13 @@ _BIN = "/opt/headrace/bin"
 # A stand-in for a program of an image; $POD_IP is set by the kubelet.
 _PROGRAMS = {
     "headrace": 'exec python -m headrace "$@"',
-    "valkey-server": 'exec {valkey} "$@" --bind "$POD_IP"',
+    # The wheel's Valkey has no TLS.
+    "valkey-server": (
+        'if grep -q ^tls- "$1"; then\n'
+        '    exec /opt/headrace/venv/bin/python -m tests.cluster.tls_valkey {valkey} "$1"\n'
+        "fi\n"
+        'exec {valkey} "$@" --bind "$POD_IP"'
+    ),
     # Where it is not installed, the service is process 1 itself.
     "tini": 'shift; exec "$@"',
 }

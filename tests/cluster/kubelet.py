@@ -22,11 +22,10 @@ import trustme
 
 from tests.cluster.api import MERGE, Api, ApiError, Object
 from tests.cluster.images import Images, parse_replaced
-from tests.cluster.network import Network
+from tests.cluster.network import NODE, Network
 from tests.cluster.pod import Machine, PodRunner, now
 
 logger = logging.getLogger("kubelet")
-_HOST = "127.0.0.1"
 _WATCH_S = 30
 _RETRY_S = 0.2
 
@@ -56,6 +55,29 @@ class Kubelet:
             except (ApiError, OSError) as error:
                 logger.warning("watch: %s", error)
                 threading.Event().wait(_RETRY_S)
+
+    def refresh(self, volume: str, plural: str) -> None:
+        """Shows pods what changes of what their volumes show, for good.
+
+        volume: secret or configMap; plural: the same as the API server calls it.
+        """
+        while True:
+            try:
+                for kind, each in self._machine.api.watch(f"/api/v1/{plural}", _WATCH_S):
+                    if kind != "DELETED":
+                        metadata = each["metadata"]
+                        for runner in self._running_in(metadata["namespace"]):
+                            runner.refresh(volume, metadata["name"])
+            except (ApiError, OSError) as error:
+                logger.warning("watch: %s", error)
+                threading.Event().wait(_RETRY_S)
+
+    def _running_in(self, namespace: str) -> list[PodRunner]:
+        return [
+            runner
+            for (place, _), runner in list(self._by_name.items())
+            if place == namespace and runner.is_alive()
+        ]
 
     def log(self, namespace: str, name: str, container: str) -> str:
         """What a container has printed."""
@@ -118,7 +140,7 @@ class Kubelet:
                     "lastTransitionTime": now(),
                 }
             ],
-            "addresses": [{"type": "InternalIP", "address": _HOST}],
+            "addresses": [{"type": "InternalIP", "address": NODE}],
             "daemonEndpoints": {"kubeletEndpoint": {"Port": log_port}},
         }
         api.patch(f"/api/v1/nodes/{name}/status", {"status": status}, MERGE)
@@ -142,12 +164,12 @@ def serve_logs(kubelet: Kubelet, folder: Path) -> int:
         def log_message(self, *_: object) -> None:
             pass
 
-    certificate = trustme.CA().issue_cert(_HOST)
+    certificate = trustme.CA().issue_cert(NODE)
     file = folder / "kubelet.pem"
     certificate.private_key_and_cert_chain_pem.write_to_path(str(file))
     context = ssl.SSLContext(ssl.PROTOCOL_TLS_SERVER)
     context.load_cert_chain(str(file))
-    server = http.server.ThreadingHTTPServer((_HOST, 0), Handler)
+    server = http.server.ThreadingHTTPServer((NODE, 0), Handler)
     server.socket = context.wrap_socket(server.socket, server_side=True)
     threading.Thread(target=server.serve_forever, daemon=True).start()
     return int(server.server_address[1])
@@ -183,6 +205,8 @@ async def _serve(kubelet: Kubelet, network: Network, log_port: int) -> None:
         loop.add_signal_handler(number, stop.set)
     await network.start()
     threading.Thread(target=kubelet.follow, daemon=True).start()
+    for shown in (("secret", "secrets"), ("configMap", "configmaps")):
+        threading.Thread(target=kubelet.refresh, args=shown, daemon=True).start()
     following = asyncio.create_task(_follow(network))
     await asyncio.to_thread(kubelet.register, log_port)
     await stop.wait()

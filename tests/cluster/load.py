@@ -1,7 +1,6 @@
 """Clients that generate without a pause, and check each answer whole."""
 
 import asyncio
-from pathlib import Path
 from typing import Self
 
 from headrace.client import HeadraceClient, ServiceError
@@ -19,12 +18,13 @@ class Load:
     other refusal, a lost stream or a wrong token fails the `async with`.
     """
 
-    def __init__(self, address: str, token_file: Path, num_clients: int = 4) -> None:
+    def __init__(self, address: str, config: ChannelConfig, num_clients: int = 4) -> None:
         self._address = address
-        self._config = ChannelConfig(auth_token_file=str(token_file))
+        self._config = config
         self._num_clients = num_clients
         self._is_over = False
         self._tasks = asyncio.TaskGroup()
+        self._answered = asyncio.Event()
         self.num_answers = 0
         self.num_resumes = 0
         self.num_refused = 0
@@ -38,6 +38,13 @@ class Load:
     async def __aexit__(self, *error: object) -> None:
         self._is_over = True
         await self._tasks.__aexit__(*error)  # type: ignore[arg-type]
+
+    async def until_answered(self, num_answers: int = 8) -> None:
+        """Wait for so many more answers."""
+        wanted = self.num_answers + num_answers
+        while self.num_answers < wanted:
+            self._answered.clear()
+            await self._answered.wait()
 
     async def _ask_again_and_again(self, client_id: int) -> None:
         num_asked = 0
@@ -54,6 +61,7 @@ class Load:
         wanted = stub_model.generated(list(prompt.encode()), NUM_TOKENS, seed=seed)
         assert answer.text == stub_model.text_of(wanted), f"{prompt}: {answer.text}"
         self.num_answers += 1
+        self._answered.set()
         self.num_resumes += answer.num_resumes
 
     @staticmethod

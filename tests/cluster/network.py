@@ -16,6 +16,7 @@ from tests.cluster.dns import DnsServer
 
 _FIRST_N, _LAST_N = 16, 254
 DOMAIN = "cluster.local"
+NODE = "127.0.0.1"  # address of every node
 _POLL_S = 0.1
 _PIECE_BYTES = 65536
 
@@ -128,12 +129,12 @@ class Network:
             await asyncio.sleep(_POLL_S)
 
     async def _listen(self, found: Sequence[Backed]) -> None:
-        self._targets = {
-            (each.address, port["port"]): each.targets(port)
-            for each in found
-            if each.address
-            for port in each.service["spec"]["ports"]
-        }
+        self._targets = {}
+        for each in found:
+            for port in each.service["spec"]["ports"] if each.address else ():
+                self._targets[each.address, port["port"]] = targets = each.targets(port)
+                if "nodePort" in port:
+                    self._targets[NODE, port["nodePort"]] = targets
         for key in set(self._servers) - set(self._targets):
             self._servers.pop(key).close()
         for key in set(self._targets) - set(self._servers):
@@ -149,12 +150,22 @@ class Network:
         with contextlib.suppress(OSError):
             for target in targets:
                 try:
-                    far_reader, far_writer = await asyncio.open_connection(*target)
+                    far = await asyncio.open_connection(*target)
                 except OSError:
                     continue
-                await asyncio.gather(_copy(reader, far_writer), _copy(far_reader, writer))
+                await relay(reader, writer, far)
                 break
         writer.close()
+
+
+async def relay(
+    reader: asyncio.StreamReader,
+    writer: asyncio.StreamWriter,
+    far: tuple[asyncio.StreamReader, asyncio.StreamWriter],
+) -> None:
+    """Pass on what comes, both ways, until both ends are closed."""
+    await asyncio.gather(_copy(reader, far[1]), _copy(far[0], writer))
+    writer.close()
 
 
 async def _copy(reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:

@@ -123,6 +123,13 @@ class PodRunner(threading.Thread):
         self._is_gone.set()
         self._is_deleted.set()
 
+    def refresh(self, kind: str, name: str) -> None:
+        """A ConfigMap or Secret (by the key of its volumes) of the pod's namespace has changed."""
+        try:
+            self._files.refresh(kind, name)
+        except ApiError as error:
+            logger.warning("%s: %s %s: %s", self.name, kind, name, error)
+
     def log(self, container: str) -> str:
         """What a container has printed, over all its starts."""
         logs = (self._folder / f"{container}-{i}" / "log" for i in range(1, 100))
@@ -133,7 +140,7 @@ class PodRunner(threading.Thread):
             self._prepare()
             if self._run_initial():
                 self._run_mains()
-            self._stop()
+            self._leave()
         except Exception:
             logger.exception("%s", self.name)
         finally:
@@ -277,7 +284,7 @@ class PodRunner(threading.Thread):
                 logger.warning("%s: %s failed: %s", self.name, kind, probe.said)
                 self._end_container(each, self._grace_s)
 
-    def _stop(self) -> None:
+    def _leave(self) -> None:
         """The way out of a pod: preStop, SIGTERM, and SIGKILL when the grace period is over."""
         self._say()
         threads = [

@@ -6,6 +6,7 @@ from collections.abc import Callable
 from dataclasses import dataclass
 
 import grpc
+import urllib3
 
 from tests.cluster.api import Object
 from tests.containers.runtime import Container
@@ -14,6 +15,9 @@ _SERVING = b"\x08\x01"
 # Each exec probe starts a Python. While it says that all is well, it is asked less often than
 # wanted, or the probes of a whole cluster would leave its services no processor.
 _WELL_FACTOR = 5
+# Certificates are not checked, as by the kubelet.
+urllib3.disable_warnings(urllib3.exceptions.InsecureRequestWarning)
+_POOL = urllib3.PoolManager(cert_reqs="CERT_NONE", retries=False)
 
 
 @dataclass(slots=True)
@@ -79,11 +83,10 @@ def ask(
 
 
 def _http(wanted: Object, ip: str, spec: Object, timeout_s: float) -> str:
-    import urllib3
-
-    url = f"http://{ip}:{_port(wanted['port'], spec)}{wanted.get('path', '/')}"
+    scheme = wanted.get("scheme", "HTTP").lower()
+    url = f"{scheme}://{ip}:{_port(wanted['port'], spec)}{wanted.get('path', '/')}"
     try:
-        answer = urllib3.request("GET", url, timeout=timeout_s, retries=False)
+        answer = _POOL.request("GET", url, timeout=timeout_s)
     except urllib3.exceptions.HTTPError as error:
         return str(error)
     return "" if answer.status < 400 else f"{answer.status}: {answer.data[:200]!r}"

@@ -1,17 +1,16 @@
 """One release of the chart: what an operator does with it, and what callers see of it."""
 
-import base64
 import re
 import shlex
-from pathlib import Path
 from typing import Any
 
 from tests.cluster.api import ApiError, Object
 from tests.cluster.cluster import Cluster
+from tests.cluster.network import NODE
 from tests.helm.chart import CHART, merged
 
-_WAIT = ("--wait", "--timeout", "180s")
-NAME = "hr-headrace"
+_WAIT = ("--wait", "--timeout", "120s")
+NAMESPACE = "space"
 # What Kubernetes itself puts into a namespace.
 _OF_KUBERNETES = {("ConfigMap", "kube-root-ca.crt"), ("ServiceAccount", "default")}
 _KINDS = (
@@ -21,20 +20,14 @@ _KINDS = (
 
 
 class Release:
-    """The release `hr` in one namespace."""
+    """A release in a namespace."""
 
-    def __init__(self, cluster: Cluster, namespace: str, models: Path) -> None:
+    def __init__(self, cluster: Cluster, name: str, values: Object) -> None:
         self.cluster = cluster
-        self.namespace = namespace
-        self.values: Object = {
-            "model": {"name": "/var/cache/headrace/stub", "servedName": "stub"},
-            "modelCache": {"type": "hostPath", "hostPath": str(models)},
-            "router": {"replicas": 2, "preStopSeconds": 1},
-            "scheduler": {"replicas": 2},
-            "pools": [{"name": "a", "replicas": 2}],
-            "probes": {"periodSeconds": 2},
-            "tests": {"deadlineSeconds": 120},
-        }
+        self.namespace = NAMESPACE
+        self.name = name
+        self.full_name = f"{name}-headrace"
+        self.values = values
         self.notes = ""
 
     def install(self) -> None:
@@ -55,9 +48,8 @@ class Release:
         return self._helm("test", "--logs", "--timeout", "120s")
 
     def uninstall(self) -> None:
-        """`helm uninstall`; nothing may be left but what Kubernetes itself made."""
+        """`helm uninstall`."""
         self._helm("uninstall", *_WAIT)
-        self.cluster.until(lambda: not self._left(), "end of all objects")
 
     def run_note(self, beginning: str) -> str:
         """What a command of the notes prints; its kubectl is ours, and a pipe is left out."""
@@ -67,16 +59,21 @@ class Release:
 
     def pods(self, component: str) -> list[Object]:
         """Pods of a component that are not on their way out."""
-        return self.cluster.pods(self.namespace, component)
+        return self.cluster.pods(self.namespace, self.name, component)
 
     def address(self) -> str:
         """Where callers reach the routers."""
-        service: Any = self._get("services", f"{NAME}-router")
-        return f"{service['spec']['clusterIP']}:{service['spec']['ports'][0]['port']}"
+        service: Any = self._get("services", f"{self.full_name}-router")
+        return f"{NODE}:{service['spec']['ports'][0]['nodePort']}"
 
-    def token(self, key: str = "router-token") -> str:
-        """A token of the release's Secret."""
-        return base64.b64decode(self._get("secrets", f"{NAME}-tokens")["data"][key]).decode()
+    def owners(self) -> dict[str, str]:
+        """The scheduler that owns each worker, by the Leases; "" for nobody."""
+        path = f"/apis/coordination.k8s.io/v1/namespaces/{self.namespace}/leases"
+        found = self.cluster.api.items(f"{path}?labelSelector=headrace/lease%3Dgpuworker")
+        return {
+            each["metadata"]["name"]: str(each["spec"].get("holderIdentity", "")).partition("/")[0]
+            for each in found
+        }
 
     def until_settled(self) -> None:
         """Wait until every pod is ready, and none is on its way out."""
@@ -85,14 +82,6 @@ class Release:
     def _is_settled(self) -> bool:
         pods = self.cluster.api.items(f"/api/v1/namespaces/{self.namespace}/pods")
         return all("deletionTimestamp" not in pod["metadata"] and _is_ready(pod) for pod in pods)
-
-    def _left(self) -> list[str]:
-        listed = self.cluster.kubectl(
-            *("get", _KINDS, "--namespace", self.namespace, "--output"),
-            "jsonpath={range .items[*]}{.kind} {.metadata.name}{'\\n'}{end}",
-        )
-        lines = (tuple(line.split()) for line in listed.splitlines() if line)
-        return [" ".join(each) for each in lines if each not in _OF_KUBERNETES]
 
     def _get(self, kind: str, name: str) -> Object:
         try:
@@ -104,9 +93,26 @@ class Release:
         self, verb: str, *flags: str, chart: bool = False, values: Object | None = None
     ) -> str:
         return self.cluster.helm(
-            *(verb, "hr", *((str(CHART),) if chart else ()), "--namespace", self.namespace, *flags),
+            *(
+                verb,
+                self.name,
+                *((str(CHART),) if chart else ()),
+                "--namespace",
+                self.namespace,
+                *flags,
+            ),
             values=(self.values if values is None else values) if chart else None,
         )
+
+
+def left(cluster: Cluster) -> list[str]:
+    """Objects of the namespace but those that Kubernetes itself has made."""
+    listed = cluster.kubectl(
+        *("get", _KINDS, "--namespace", NAMESPACE, "--output"),
+        "jsonpath={range .items[*]}{.kind} {.metadata.name}{'\\n'}{end}",
+    )
+    lines = (tuple(line.split()) for line in listed.splitlines() if line)
+    return [" ".join(each) for each in lines if each not in _OF_KUBERNETES]
 
 
 def _is_ready(pod: Object) -> bool:

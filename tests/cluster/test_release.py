@@ -4,44 +4,69 @@ import asyncio
 import re
 
 import pytest
+from msgspec.structs import replace
 
 from headrace.client import HeadraceClient, ServiceError
-from headrace.service.channels import ChannelConfig
+from headrace.connections import UNREACHABLE
 from tests.cluster.load import Load
 
 pytestmark = [pytest.mark.system, pytest.mark.timeout(400)]
+POOL = {"hr-headrace-gpuworker-a-0", "hr-headrace-gpuworker-a-1"}
 
 
 @pytest.fixture
-def load(release, tmp_path):
-    """Clients with the release's token."""
+def load(release, credentials):
+    """Clients with a key of a tenant."""
     release.until_settled()
-    (tmp_path / "token").write_text(release.token())
-    return Load(release.address(), tmp_path / "token")
+    return Load(release.address(), credentials.channel())
+
+
+def pods(release):
+    components = ("router", "scheduler", "gpuworker")
+    return [pod for each in components for pod in release.pods(each)]
 
 
 def uids(release):
-    components = ("router", "scheduler", "gpuworker")
-    return {pod["metadata"]["uid"] for each in components for pod in release.pods(each)}
+    return {pod["metadata"]["uid"] for pod in pods(release)}
 
 
-def test_helm_test_generates_text_after_the_commands_of_the_notes(release):
-    assert "2 pods" in release.run_note("rollout status")
+def starts(release):
+    statuses = [status for pod in pods(release) for status in pod["status"]["containerStatuses"]]
+    return uids(release), sum(status["restartCount"] for status in statuses)
+
+
+@pytest.mark.parametrize("name", ["plain", "hr"])
+def test_helm_test_generates_text_after_the_commands_of_the_notes(releases, name):
+    release = releases[name]
+    assert "complete" in release.run_note("rollout status")
     assert release.run_note("get secret")
     output = release.test()
     assert re.search(r"Phase: +Succeeded", output)
     assert re.search(r"8 tokens in \d", output)
 
 
+def test_schedulers_share_the_workers_of_their_release_and_no_other(release):
+    release.cluster.until(lambda: is_shared(release), "owner of each worker")
+
+
+def is_shared(release):
+    """Whether each scheduler owns one worker, by the Leases."""
+    owners = release.owners()
+    return owners.keys() == POOL and set(owners.values()) == {
+        pod["metadata"]["name"] for pod in release.pods("scheduler")
+    }
+
+
 async def test_an_upgrade_and_a_rollback_under_load_lose_no_request(release, load):
+    """From Leases to lists, and back: every pod is replaced twice."""
     before = uids(release)
     async with load:
-        # In the settings file of every service.
-        await asyncio.to_thread(release.upgrade, {"telemetry": {"logLevel": "debug"}})
+        await asyncio.to_thread(release.upgrade, {"discovery": {"type": "static"}})
+        await load.until_answered()
         await asyncio.to_thread(release.rollback)
+        await load.until_answered()
     release.until_settled()
     print(f"{load.num_answers} answers, {load.num_resumes} resumed, {load.num_refused} put off")
-    assert load.num_answers > 0
     assert not before & uids(release)
 
 
@@ -53,7 +78,7 @@ async def test_a_node_is_drained_under_load_one_worker_at_a_time(release, load):
         flags = ("--ignore-daemonsets", "--delete-emptydir-data", "--timeout=90s")
         try:
             output = await asyncio.to_thread(cluster.kubectl, "drain", node, *flags)
-            release.until_settled()
+            await asyncio.to_thread(release.until_settled)
         finally:
             await asyncio.to_thread(cluster.kubectl, "uncordon", node)
     assert "evicted" in output
@@ -61,18 +86,47 @@ async def test_a_node_is_drained_under_load_one_worker_at_a_time(release, load):
     assert load.num_answers > 0
 
 
-async def test_a_rotated_token_is_the_only_one_that_counts(release, tmp_path):
-    old, new = release.token(), "rotated-token-0123456789"
-    await asyncio.to_thread(release.upgrade, {"auth": {"tokens": {"router": new}}})
-    release.until_settled()
-    assert release.token() == new
-    for token, is_let_in in ((new, True), (old, False)):
-        (tmp_path / "token").write_text(token)
-        config = ChannelConfig(auth_token_file=str(tmp_path / "token"))
-        async with HeadraceClient(release.address(), config) as client, asyncio.timeout(60):
-            if is_let_in:
-                assert await client.models()
-            else:
-                with pytest.raises(ServiceError) as refused:
+async def test_a_scheduler_is_replaced_under_load(release, load):
+    (pod, *_) = release.pods("scheduler")
+    async with load:
+        await load.until_answered()
+        await asyncio.to_thread(
+            release.cluster.kubectl,
+            *("delete", "pod", pod["metadata"]["name"], "--namespace", release.namespace),
+        )
+        await asyncio.to_thread(release.until_settled)
+        await load.until_answered()
+    await asyncio.to_thread(release.cluster.until, lambda: is_shared(release), "owners")
+
+
+async def test_certificates_and_keys_are_renewed_under_load_without_a_restart(
+    release, credentials, load, tmp_path
+):
+    before, old = starts(release), credentials.copy(tmp_path)
+    async with load:
+        newest = credentials.add_authority_and_key()
+        await until_told(release, replace(old, auth_token_file=newest.auth_token_file), "")
+        credentials.show_newest()
+        await until_told(release, newest, "")
+        credentials.use_newest()
+        await load.until_answered()
+        credentials.drop_old_keys()
+        await until_told(release, replace(newest, auth_token_file=old.auth_token_file), "BAD_TOKEN")
+        await until_told(release, old, UNREACHABLE)
+        await load.until_answered()
+    assert starts(release) == before
+
+
+async def until_told(release, config, reason):
+    """Wait until several new connections are refused with this reason; all well if it is empty."""
+    num_told = 0
+    async with asyncio.timeout(60):
+        while num_told < 6:
+            async with HeadraceClient(release.address(), config) as client:
+                told = ""
+                try:
                     await client.models()
-                assert refused.value.reason == "BAD_TOKEN"
+                except ServiceError as error:
+                    told = error.reason
+            num_told = num_told + 1 if told == reason else 0
+            await asyncio.sleep(0.1)

@@ -4,7 +4,8 @@ import base64
 import os
 import re
 import shutil
-from collections.abc import Mapping
+import threading
+from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -20,6 +21,9 @@ class PodFiles:
         self._pod = pod
         self._ip = ip
         self._folder = folder
+        self._num_written = 0
+        self._shown: dict[Path, Sequence[tuple[str, bytes, int]]] = {}
+        self._lock = threading.Lock()
         self._namespace = pod["metadata"]["namespace"]
         security = pod["spec"].get("securityContext") or {}
         self._group = security.get("fsGroup", security.get("runAsGroup", 0))
@@ -30,7 +34,14 @@ class PodFiles:
 
     def env(self, container: Object, below: Mapping[str, str]) -> dict[str, str]:
         """The environment of a container; below is its image's."""
-        found = {**below, "HOSTNAME": self._pod["metadata"]["name"], "POD_IP": self._ip}
+        host, _, port = self._api.address.rpartition(":")
+        found = {
+            **below,
+            "HOSTNAME": self._pod["metadata"]["name"],
+            "POD_IP": self._ip,
+            "KUBERNETES_SERVICE_HOST": host,
+            "KUBERNETES_SERVICE_PORT": port,
+        }
         for source in container.get("envFrom") or []:
             for kind, key in (("configMapRef", "configmaps"), ("secretRef", "secrets")):
                 if kind in source:
@@ -49,6 +60,13 @@ class PodFiles:
         """Make the folder of each volume; ApiError 404 while something is missing."""
         for volume in self._pod["spec"].get("volumes") or []:
             self._write(volume)
+
+    def refresh(self, kind: str, name: str) -> None:
+        """Write the volumes again that show a ConfigMap or Secret, which has changed."""
+        for volume in self._pod["spec"].get("volumes") or []:
+            shown = volume.get(kind) or {}
+            if name in (shown.get("name"), shown.get("secretName")):
+                self._write(volume)
 
     def mounts(self, container: Object) -> list[Mount]:
         """What a container sees of the volumes."""
@@ -75,13 +93,34 @@ class PodFiles:
         if "emptyDir" in volume:
             self._give(folder, 0o2777)
             return
-        for path, content, mode in self._files(volume):
-            file = folder / path
+        self._swap(folder, self._files(volume))
+
+    def _swap(self, folder: Path, files: Sequence[tuple[str, bytes, int]]) -> None:
+        """Show all files at once, behind the link ..data, as the kubelet does."""
+        with self._lock:
+            if self._shown.get(folder) != files:
+                self._write_anew(folder, files)
+                self._shown[folder] = files
+
+    def _write_anew(self, folder: Path, files: Sequence[tuple[str, bytes, int]]) -> None:
+        shown = folder / "..data"
+        before = shown.resolve() if shown.is_symlink() else None
+        self._num_written += 1
+        content = folder / f"..{self._num_written}"
+        for path, data, mode in files:
+            file = content / path
             file.parent.mkdir(parents=True, exist_ok=True)
-            draft = file.with_name(f".{file.name}.new")
-            draft.write_bytes(content)
-            self._give(draft, mode)
-            draft.replace(file)
+            file.write_bytes(data)
+            self._give(file, mode)
+        content.mkdir(exist_ok=True)
+        draft = folder / "..data_tmp"
+        draft.symlink_to(content.name)
+        draft.replace(shown)
+        for first in {Path(path).parts[0] for path, _, _ in files}:
+            if not (folder / first).is_symlink():
+                (folder / first).symlink_to(f"..data/{first}")
+        if before is not None:
+            shutil.rmtree(before)
 
     def _give(self, path: Path, mode: int) -> None:
         shutil.chown(path, 0, self._group)

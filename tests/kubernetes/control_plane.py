@@ -54,8 +54,11 @@ def find_programs() -> dict[str, str]:
 
 def no_open_port(program: str) -> list[str]:
     """The flag that closes the port on all addresses that programs had before Kubernetes 1.24."""
-    told = subprocess.run([program, "--help"], capture_output=True, text=True, check=True).stdout
-    return ["--port=0"] if "--port int" in told else []
+    return ["--port=0"] if "--port int" in _help(program) else []
+
+
+def _help(program: str) -> str:
+    return subprocess.run([program, "--help"], capture_output=True, text=True, check=True).stdout
 
 
 class ControlPlane:
@@ -242,14 +245,23 @@ class ControlPlane:
             "--service-account-issuer=https://kubernetes.default.svc",
             f"--service-account-key-file={folder / 'tokens.key'}",
             f"--service-account-signing-key-file={folder / 'tokens.key'}",
-            # Would refuse pods of namespaces whose default account is not made yet.
-            "--disable-admission-plugins=ServiceAccount",
+            *self._account_flags(),
         ]
+
+    def _account_flags(self) -> list[str]:
+        if "serviceaccount" not in self._controllers:
+            # Pods of namespaces whose default account nobody makes would be refused.
+            return ["--disable-admission-plugins=ServiceAccount"]
+        # Tokens of accounts in projected volumes, as in every Kubernetes since 1.22.
+        gate = "BoundServiceAccountTokenVolume=true"
+        told = _help(self.programs["kube-apiserver"])
+        return [f"--feature-gates={gate}"] if f"{gate}|false" in told else []
 
     def _controller_flags(self) -> list[str]:
         return [
             f"--kubeconfig={self._admin_kubeconfig}",
             *(f"--bind-address={HOST}", "--secure-port=0", "--leader-elect=false"),
             f"--controllers={','.join(self._controllers)}",
+            f"--root-ca-file={self.ca_file}",
             *no_open_port(self.programs["kube-controller-manager"]),
         ]
