@@ -42,8 +42,9 @@ from headrace.types import (
     StatusRecord,
     TokenLogprobs,
     WorkerAudit,
+    WorkerStatus,
 )
-from headrace.v1 import inference_pb2
+from headrace.v1 import common_pb2, inference_pb2
 
 __all__ = [
     "ChannelConfig",
@@ -224,6 +225,28 @@ class HeadraceClient:
         """Who owns the KV blocks of each worker, and what is wrong, by worker."""
         response = await self._call("AuditPool", inference_pb2.AuditPoolRequest())
         return [messages.to_audit(worker) for worker in response.workers]
+
+    async def drain(self, worker_id: str) -> WorkerStatus:
+        """Lets a worker finish what it has and gives it nothing new, until it is started again.
+
+        Raises:
+            ServiceError: NOT_FOUND names the workers that there are; so for the next two methods.
+        """
+        return await self._update_worker(worker_id, drained=True)
+
+    async def undrain(self, worker_id: str) -> WorkerStatus:
+        """Gives a drained worker requests again."""
+        return await self._update_worker(worker_id, drained=False)
+
+    async def set_role(self, worker_id: str, role: str) -> WorkerStatus:
+        """Makes a worker "mixed", "prefill" or "decode" for routers."""
+        with messages.naming("role"):
+            number = common_pb2.WorkerRole.Value(f"WORKER_ROLE_{role.upper()}")
+        return await self._update_worker(worker_id, role=number)
+
+    async def _update_worker(self, worker_id: str, **changes: Any) -> WorkerStatus:
+        request = inference_pb2.UpdateWorkerRequest(worker_id=worker_id, **changes)
+        return messages.to_worker((await self._call("UpdateWorker", request)).worker)
 
     async def _call(self, method: str, request: Any) -> Any:
         """One unary call, with errors mapped; part of the caller's trace if there is one."""

@@ -166,7 +166,7 @@ def to_model(m: inference_pb2.Model) -> ModelInfo:
 def to_pool(r: inference_pb2.GetPoolResponse) -> PoolInfo:
     """The workers and their load."""
     return PoolInfo(
-        workers=tuple(map(_worker, r.workers)),
+        workers=tuple(map(to_worker, r.workers)),
         num_queued=r.num_queued,
         num_in_flight=r.num_in_flight,
         num_paused=r.num_paused,
@@ -216,7 +216,8 @@ def _explain_event(e: inference_pb2.ExplainEvent) -> ExplainEvent:
     )
 
 
-def _worker(w: common_pb2.Worker) -> WorkerStatus:
+def to_worker(w: common_pb2.Worker) -> WorkerStatus:
+    """A worker and its load."""
     return WorkerStatus(
         worker_id=w.worker_id,
         model=w.model,

@@ -31,10 +31,22 @@ class ManagedWorker:
     task: asyncio.Task[None] | None = None
     # The worker gets nothing new, and is left when it has no request.
     is_leaving: bool = False
+    # By an operator: the worker gets nothing new, and stays.
+    is_drained: bool = False
     state: WorkerState = WorkerState.STARTING
     info: WorkerSpec | None = None
     engine: WorkerEngine | None = None
     meter: WorkerMeter = field(default_factory=WorkerMeter)
+
+    @property
+    def is_open(self) -> bool:
+        """Whether the worker is here and gets new requests."""
+        return self.engine is not None and not (self.engine.is_draining or self.is_drained)
+
+    @property
+    def reported_state(self) -> WorkerState:
+        """The state that others are told."""
+        return self.state if self.engine is None or self.is_open else WorkerState.DRAINING
 
     def load(self, *, is_draining: bool) -> WorkerLoad | None:
         """The load for routers; None until the worker was described once."""
@@ -42,6 +54,6 @@ class ManagedWorker:
             return None
         if (engine := self.engine) is None:
             return WorkerLoad(self.info, self.state)
-        state = WorkerState.DRAINING if is_draining or engine.is_draining else self.state
+        state = WorkerState.DRAINING if is_draining else self.reported_state
         counts = (engine.num_free_blocks, engine.num_running, engine.num_waiting)
         return WorkerLoad(self.info, state, *counts)

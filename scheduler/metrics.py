@@ -272,7 +272,7 @@ def read(pool: "Pool", log: "RequestLog", store: StatusStore) -> Iterator[Readin
     yield TAKEN_UP, {(): log.meter.num_taken_up}
     yield RECOVERED, {(): log.meter.num_recovered}
     yield STRANDED, {(): pool.num_stranded}
-    states = Counter(worker.state for worker in pool.workers)
+    states = Counter(worker.reported_state for worker in pool.workers)
     yield WORKERS, {(state.value,): states[state] for state in WorkerState}
     yield LOST_WORKERS, {key[:1]: meter.num_losses for key, meter, _ in workers}
     yield from store_metrics.read(store)

@@ -8,14 +8,16 @@ import asyncio
 import logging
 from collections.abc import Callable, Sequence
 from dataclasses import replace
+from functools import partial
 
 from headrace.service.errors import CALL_ENDS
-from headrace.vocabulary import RefusalReason, WorkerState
+from headrace.vocabulary import RefusalReason, WorkerRole, WorkerState
+from scheduler import choice
 from scheduler.config import PoolSettings
 from scheduler.core.explain import RequestExplanation
 from scheduler.core.plan import RequestStatus
+from scheduler.decisions import Decisions
 from scheduler.engine import WorkerEngine
-from scheduler.fitness import busyness, refusal
 from scheduler.managed import ManagedWorker, WorkerLoad
 from scheduler.past import joined
 from scheduler.quarantine import Quarantine
@@ -61,8 +63,12 @@ class Pool:
         self._switchboard = switchboard
         self._settings = settings
         self._stranded = StrandedRequests(
-            self._engine_for, switchboard, timeout_s=settings.requeue_timeout_s, clock=clock
+            partial(choice.engine_for_stranded, self._workers),
+            switchboard,
+            timeout_s=settings.requeue_timeout_s,
+            clock=clock,
         )
+        self._decisions = Decisions()
         self._is_draining = False
 
     async def run(self) -> None:
@@ -88,6 +94,30 @@ class Pool:
                     worker.engine.drain()
                 elif worker.task is not None:
                     worker.task.cancel()
+
+    def update(
+        self, worker_id: str, *, is_drained: bool | None, role: WorkerRole | None
+    ) -> WorkerLoad | None:
+        """Drain a worker or use it again, and set its role; None leaves each as it is.
+
+        Returns:
+            The worker's load; None if no such worker is here.
+        """
+        worker = choice.find(self._workers, worker_id)
+        if worker is None or worker.info is None:
+            return None
+        if is_drained is not None:
+            self._decisions.set_drained(worker.info, is_drained=is_drained)
+        if role is not None:
+            self._decisions.set_role(worker.info, role)
+        self._apply_decisions(worker, worker.info)
+        logger.info(
+            "an operator has decided: worker %s is %s, with role %s",
+            *(worker_id, worker.reported_state, worker.info.role),
+        )
+        self._stranded.reassign()
+        self._switchboard.changes.notify()
+        return worker.load(is_draining=self._is_draining)
 
     def num_requests(self, address: str) -> int | None:
         """Requests on the worker at an address; None when no worker is driven there."""
@@ -132,20 +162,7 @@ class Pool:
             return NotTaken(
                 submission.handle, RefusalReason.DRAINING, "this scheduler is shutting down"
             )
-        if submission.worker_id:
-            return self._choose_named(submission)
-        engines = self._engines_of(submission.model)
-        if not engines:
-            return NotTaken(
-                submission.handle,
-                RefusalReason.NO_WORKER,
-                f"no worker of model {submission.model!r} is ready",
-            )
-        refusals = [
-            refusal(engine, submission, submission.generated_token_ids) for engine in engines
-        ]
-        able = [engine for engine, why in zip(engines, refusals, strict=True) if why is None]
-        return min(able, key=busyness) if able else next(r for r in refusals if r is not None)
+        return choice.engine_for_new(self._workers, submission)
 
     def explain(self, request_id: str) -> RequestExplanation | None:
         """A request's history, on the worker that has or had it and before."""
@@ -176,33 +193,9 @@ class Pool:
         """Requests that no worker has."""
         return len(self._stranded)
 
-    def _choose_named(self, submission: Submission) -> WorkerEngine | NotTaken:
-        worker_id, handle = submission.worker_id, submission.handle
-        worker = next(
-            (w for w in self._workers if w.info is not None and w.info.worker_id == worker_id), None
-        )
-        if worker is None:
-            return NotTaken(handle, RefusalReason.NO_WORKER, f"no worker {worker_id!r} here")
-        if worker.engine is None:
-            return NotTaken(
-                handle, RefusalReason.WORKER_LOST, f"worker {worker_id!r} is not reachable now"
-            )
-        if worker.engine.is_draining:
-            return NotTaken(
-                handle, RefusalReason.WORKER_LOST, f"worker {worker_id!r} is shutting down"
-            )
-        if submission.model not in {"", worker.engine.info.model}:
-            return NotTaken(
-                handle,
-                RefusalReason.NO_WORKER,
-                f"worker {worker_id!r} serves {worker.engine.info.model!r}",
-            )
-        generated = submission.generated_token_ids
-        return refusal(worker.engine, submission, generated) or worker.engine
-
-    def _engines_of(self, model: str) -> list[WorkerEngine]:
-        """Engines that take new requests of a model; "" is any model."""
-        return [e for e in self.engines if not e.is_draining and model in {"", e.info.model}]
+    def _apply_decisions(self, worker: ManagedWorker, info: WorkerSpec) -> None:
+        worker.info = self._decisions.applied(info)
+        worker.is_drained = self._decisions.is_drained(info)
 
     def _begin(self, worker: ManagedWorker) -> None:
         assert self._tasks is not None, "the pool runs"
@@ -305,7 +298,7 @@ class Pool:
         info = self._named_apart(worker, info)
         worker.engine = self._make_engine(info, stream)
         worker.engine.meter = worker.meter
-        worker.info = worker.engine.info
+        self._apply_decisions(worker, worker.engine.info)
         worker.state = WorkerState.READY
         self._switchboard.changes.notify()
         logger.info(
@@ -356,16 +349,6 @@ class Pool:
             else:
                 self._stranded.add(request)
         self._stranded.reassign()
-
-    def _engine_for(self, request: LiveRequest) -> WorkerEngine | None:
-        """The least loaded engine that can go on with a request."""
-        submission, generated = request.submission, request.generated_token_ids
-        able = [
-            engine
-            for engine in self._engines_of(submission.model)
-            if refusal(engine, submission, generated) is None
-        ]
-        return min(able, key=busyness, default=None)
 
 
 def _is_read(request: LiveRequest) -> bool:

@@ -33,7 +33,7 @@ _COMMANDS = {
     "status": "Show the state of a request.",
     "explain": "Show how a request was scheduled, and why.",
     "models": "List the models that are served.",
-    "pool": "Show the workers and their load, or audit their KV blocks.",
+    "pool": "List the workers, drain them, give them roles, audit them.",
     "pool-controller": "Scale pools of workers on Kubernetes by their load.",
     "top": "Show the workers and their load until Ctrl-C.",
     "doctor": "Check a deployment, and say what to do.",

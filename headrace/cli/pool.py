@@ -1,4 +1,4 @@
-"""`headrace models`, `pool` and `top`: the models, the workers and their load."""
+"""`headrace models`, `pool` and `top`: the models, the workers, their load, and changes to them."""
 
 import asyncio
 import sys
@@ -10,8 +10,11 @@ from headrace.cli.exits import Failure, run
 from headrace.cli.options import ask, connection_options, json_option, open_client, print_json
 
 if TYPE_CHECKING:
-    from headrace.types import PoolInfo, WorkerAudit
+    from headrace.client import HeadraceClient
+    from headrace.types import PoolInfo, WorkerAudit, WorkerStatus
 
+# Between two looks at a worker that is being drained.
+_LOOK_S = 0.5
 _CLEAR_SCREEN = "\x1b[H\x1b[2J"
 
 
@@ -34,25 +37,37 @@ def models(as_json: bool, **arguments: Any) -> None:
     click.echo(_table(rows))
 
 
-@click.command()
-@click.argument("what", type=click.Choice(["audit"]), required=False, metavar="[audit]")
-@json_option
-@connection_options
-def pool(what: str | None, as_json: bool, **arguments: Any) -> None:
-    """The workers and their load, as the router sees them now.
+class _PoolGroup(click.Group):
+    """A group whose bare call lists; the subcommand may stand behind its options."""
 
-    With audit: how many KV blocks are held by requests, held by the prefix cache, and free, by the
-    books of the schedulers, and whether the workers' own rows agree. When a block has no owner or a
-    wrong one, the faults are printed and the exit code is 1.
+    def parse_args(self, ctx: click.Context, args: list[str]) -> list[str]:
+        at = next((i for i, arg in enumerate(args) if arg in self.commands), None)
+        if at is not None:
+            args = [args[at], *args[:at], *args[at + 1 :]]
+        elif "--help" not in args and (not args or args[0].startswith("-")):
+            args = ["list", *args]
+        return super().parse_args(ctx, args)
+
+
+@click.group(cls=_PoolGroup)
+def pool() -> None:
+    """The workers: list, drain, give roles, audit. Without a command: list.
 
     \b
     Examples:
       headrace pool
+      headrace pool drain worker-0 --wait && kubectl delete pod worker-0
+      headrace pool undrain worker-0
+      headrace pool set-role worker-0 decode
       headrace pool audit
     """
-    if what == "audit":
-        _audit(as_json, arguments)
-        return
+
+
+@pool.command("list")
+@json_option
+@connection_options
+def list_workers(as_json: bool, **arguments: Any) -> None:
+    """The workers and their load, as the router sees them now."""
     found = ask(arguments, lambda client: client.pool())
     if as_json:
         print_json(found)
@@ -60,21 +75,106 @@ def pool(what: str | None, as_json: bool, **arguments: Any) -> None:
         click.echo(_pool_text(found))
 
 
-def _audit(as_json: bool, arguments: dict[str, Any]) -> None:
-    """Prints the audit; Failure when there are faults."""
+@pool.command()
+@json_option
+@connection_options
+def audit(as_json: bool, **arguments: Any) -> None:
+    """Who holds the KV blocks of each worker.
+
+    How many KV blocks are held by requests, held by the prefix cache, and free, by the books of the
+    schedulers, and whether the workers' own rows agree. When a block has no owner or a wrong one,
+    the faults are printed and the exit code is 1.
+    """
     audits = ask(arguments, lambda client: client.audit())
     if as_json:
         print_json(audits)
     else:
         rows = [["WORKER", "SCHEDULER", "BLOCKS", "REQUESTS'", "CACHED", "FREE", "HOLDERS", "ROWS"]]
-        rows += [_audit_row(audit) for audit in audits]
+        rows += [_audit_row(found) for found in audits]
         click.echo(_table(rows))
-        for audit in audits:
-            for fault in audit.faults:
-                click.echo(f"{audit.worker_id or audit.scheduler_id}: {fault}")
-    wrong = sum(bool(audit.faults) for audit in audits)
+        for found in audits:
+            for fault in found.faults:
+                click.echo(f"{found.worker_id or found.scheduler_id}: {fault}")
+    wrong = sum(bool(found.faults) for found in audits)
     if wrong:
         raise Failure(f"the ledgers of {wrong} of {len(audits)} workers have faults")
+
+
+@pool.command()
+@click.argument("worker")
+@click.option("--wait", is_flag=True, help="Wait until the worker has no request left.")
+@json_option
+@connection_options
+def drain(worker: str, wait: bool, as_json: bool, **arguments: Any) -> None:
+    """Let WORKER finish what it has, and give it nothing new.
+
+    The worker stays connected, in state draining, until `headrace pool undrain WORKER`, or until
+    the worker or its scheduler is started again: then the worker gets requests as before. Paused
+    requests, which hold no KV blocks, are not waited for.
+
+    \b
+    Examples:
+      headrace pool drain worker-0
+      timeout 600 headrace pool drain worker-0 --wait && kubectl delete pod worker-0
+    """
+
+    async def work(client: "HeadraceClient") -> "WorkerStatus":
+        drained = await client.drain(worker)
+        return await _emptied(client, drained) if wait else drained
+
+    _show(ask(arguments, work), as_json)
+
+
+@pool.command()
+@click.argument("worker")
+@json_option
+@connection_options
+def undrain(worker: str, as_json: bool, **arguments: Any) -> None:
+    """Give a drained WORKER requests again."""
+    _show(ask(arguments, lambda client: client.undrain(worker)), as_json)
+
+
+@pool.command("set-role")
+@click.argument("worker")
+@click.argument("role", type=click.Choice(["mixed", "prefill", "decode"]))
+@json_option
+@connection_options
+def set_role(worker: str, role: str, as_json: bool, **arguments: Any) -> None:
+    """Make WORKER mixed, prefill or decode.
+
+    Routers send prompts to a decode worker only when there is no other. The role holds until the
+    scheduler is started again, also for later processes of the worker.
+
+    \b
+    Example:
+      headrace pool set-role worker-1 decode
+    """
+    _show(ask(arguments, lambda client: client.set_role(worker, role)), as_json)
+
+
+def _show(worker: "WorkerStatus", as_json: bool) -> None:
+    if as_json:
+        print_json(worker)
+    else:
+        counts = f"{worker.num_running} running, {worker.num_waiting} waiting"
+        click.echo(f"{worker.worker_id} is {worker.state}, with role {worker.role}: {counts}")
+
+
+async def _emptied(client: "HeadraceClient", worker: "WorkerStatus") -> "WorkerStatus":
+    """The worker when it has no request left; Failure if it is used again instead."""
+    was_seen = False
+    while worker.num_running or worker.num_waiting:
+        await asyncio.sleep(_LOOK_S)
+        workers = {found.worker_id: found for found in (await client.pool()).workers}
+        if (found := workers.get(worker.worker_id)) is None or found.state == "lost":
+            raise Failure(f"{worker.worker_id} is lost: its requests go on elsewhere")
+        # A router hears of a change a moment later.
+        was_seen = was_seen or found.state == "draining"
+        if was_seen:
+            worker = found
+        if was_seen and found.state != "draining":
+            raise Failure(f"{worker.worker_id} is {found.state} again, and not drained")
+    return worker
 
 
 def _audit_row(audit: "WorkerAudit") -> list[str]:

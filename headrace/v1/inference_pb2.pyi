@@ -1071,3 +1071,63 @@ class AuditPoolResponse(_message.Message):
     def WhichOneof(self, oneof_group: _Never) -> None: ...
 
 Global___AuditPoolResponse: _TypeAlias = AuditPoolResponse  # noqa: Y015
+
+@_typing.final
+class UpdateWorkerRequest(_message.Message):
+    """Changes a worker. A scheduler that is started again has forgotten every change."""
+
+    DESCRIPTOR: _descriptor.Descriptor
+
+    WORKER_ID_FIELD_NUMBER: _builtins.int
+    DRAINED_FIELD_NUMBER: _builtins.int
+    ROLE_FIELD_NUMBER: _builtins.int
+    worker_id: _builtins.str
+    """As GetPool names the worker."""
+    drained: _builtins.bool
+    """True: the worker finishes what it has, gets nothing new, and is in state DRAINING. False: the
+    worker gets requests again. A worker that is started again is not drained. Unset: no change.
+    """
+    role: _common_pb2.WorkerRole.ValueType
+    """The role that schedulers report and routers place by, also after the worker is started again.
+    UNSPECIFIED: no change.
+    """
+    def __init__(
+        self,
+        *,
+        worker_id: _builtins.str = ...,
+        drained: _builtins.bool | None = ...,
+        role: _common_pb2.WorkerRole.ValueType = ...,
+    ) -> None: ...
+    _HasFieldArgType: _TypeAlias = _typing.Literal["_drained", b"_drained", "drained", b"drained"]  # noqa: Y015
+    def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["_drained", b"_drained", "drained", b"drained", "role", b"role", "worker_id", b"worker_id"]  # noqa: Y015
+    def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
+    _WhichOneofReturnType__drained: _TypeAlias = _typing.Literal["drained"]  # noqa: Y015
+    _WhichOneofArgType__drained: _TypeAlias = _typing.Literal["_drained", b"_drained"]  # noqa: Y015
+    def WhichOneof(self, oneof_group: _WhichOneofArgType__drained) -> _WhichOneofReturnType__drained | None: ...
+
+Global___UpdateWorkerRequest: _TypeAlias = UpdateWorkerRequest  # noqa: Y015
+
+@_typing.final
+class UpdateWorkerResponse(_message.Message):
+    """A changed worker."""
+
+    DESCRIPTOR: _descriptor.Descriptor
+
+    WORKER_FIELD_NUMBER: _builtins.int
+    @_builtins.property
+    def worker(self) -> _common_pb2.Worker:
+        """The worker as its scheduler has it now."""
+
+    def __init__(
+        self,
+        *,
+        worker: _common_pb2.Worker | None = ...,
+    ) -> None: ...
+    _HasFieldArgType: _TypeAlias = _typing.Literal["worker", b"worker"]  # noqa: Y015
+    def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["worker", b"worker"]  # noqa: Y015
+    def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
+    def WhichOneof(self, oneof_group: _Never) -> None: ...
+
+Global___UpdateWorkerResponse: _TypeAlias = UpdateWorkerResponse  # noqa: Y015

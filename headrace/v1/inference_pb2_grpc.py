@@ -75,6 +75,11 @@ class InferenceStub:
                 request_serializer=headrace_dot_v1_dot_inference__pb2.AuditPoolRequest.SerializeToString,
                 response_deserializer=headrace_dot_v1_dot_inference__pb2.AuditPoolResponse.FromString,
                 _registered_method=True)
+        self.UpdateWorker = channel.unary_unary(
+                '/headrace.v1.Inference/UpdateWorker',
+                request_serializer=headrace_dot_v1_dot_inference__pb2.UpdateWorkerRequest.SerializeToString,
+                response_deserializer=headrace_dot_v1_dot_inference__pb2.UpdateWorkerResponse.FromString,
+                _registered_method=True)
 
 
 class InferenceServicer:
@@ -142,6 +147,14 @@ class InferenceServicer:
         context.set_details('Method not implemented!')
         raise NotImplementedError('Method not implemented!')
 
+    def UpdateWorker(self, request, context):
+        """Takes a worker out of use, puts it back, or sets its role. NOT_FOUND, reason UNKNOWN_WORKER: no
+        scheduler of this router reports the worker.
+        """
+        context.set_code(grpc.StatusCode.UNIMPLEMENTED)
+        context.set_details('Method not implemented!')
+        raise NotImplementedError('Method not implemented!')
+
 
 def add_InferenceServicer_to_server(servicer, server):
     rpc_method_handlers = {
@@ -184,6 +197,11 @@ def add_InferenceServicer_to_server(servicer, server):
                     servicer.AuditPool,
                     request_deserializer=headrace_dot_v1_dot_inference__pb2.AuditPoolRequest.FromString,
                     response_serializer=headrace_dot_v1_dot_inference__pb2.AuditPoolResponse.SerializeToString,
+            ),
+            'UpdateWorker': grpc.unary_unary_rpc_method_handler(
+                    servicer.UpdateWorker,
+                    request_deserializer=headrace_dot_v1_dot_inference__pb2.UpdateWorkerRequest.FromString,
+                    response_serializer=headrace_dot_v1_dot_inference__pb2.UpdateWorkerResponse.SerializeToString,
             ),
     }
     generic_handler = grpc.method_handlers_generic_handler(
@@ -403,6 +421,33 @@ class Inference:
             '/headrace.v1.Inference/AuditPool',
             headrace_dot_v1_dot_inference__pb2.AuditPoolRequest.SerializeToString,
             headrace_dot_v1_dot_inference__pb2.AuditPoolResponse.FromString,
+            options,
+            channel_credentials,
+            insecure,
+            call_credentials,
+            compression,
+            wait_for_ready,
+            timeout,
+            metadata,
+            _registered_method=True)
+
+    @staticmethod
+    def UpdateWorker(request,
+            target,
+            options=(),
+            channel_credentials=None,
+            call_credentials=None,
+            insecure=False,
+            compression=None,
+            wait_for_ready=None,
+            timeout=None,
+            metadata=None):
+        return grpc.experimental.unary_unary(
+            request,
+            target,
+            '/headrace.v1.Inference/UpdateWorker',
+            headrace_dot_v1_dot_inference__pb2.UpdateWorkerRequest.SerializeToString,
+            headrace_dot_v1_dot_inference__pb2.UpdateWorkerResponse.FromString,
             options,
             channel_credentials,
             insecure,

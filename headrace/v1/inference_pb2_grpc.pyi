@@ -60,6 +60,10 @@ class InferenceStub:
     """The workers and their load, as this router sees them."""
     AuditPool: _grpc.UnaryUnaryMultiCallable[_inference_pb2.AuditPoolRequest, _inference_pb2.AuditPoolResponse]
     """Walks the KV ledger of every worker: the scheduler's book, and the worker's rows beside it."""
+    UpdateWorker: _grpc.UnaryUnaryMultiCallable[_inference_pb2.UpdateWorkerRequest, _inference_pb2.UpdateWorkerResponse]
+    """Takes a worker out of use, puts it back, or sets its role. NOT_FOUND, reason UNKNOWN_WORKER: no
+    scheduler of this router reports the worker.
+    """
 
 @_typing.type_check_only
 class InferenceAsyncStub(InferenceStub):
@@ -89,6 +93,10 @@ class InferenceAsyncStub(InferenceStub):
     """The workers and their load, as this router sees them."""
     AuditPool: _aio.UnaryUnaryMultiCallable[_inference_pb2.AuditPoolRequest, _inference_pb2.AuditPoolResponse]  # type: ignore[assignment]
     """Walks the KV ledger of every worker: the scheduler's book, and the worker's rows beside it."""
+    UpdateWorker: _aio.UnaryUnaryMultiCallable[_inference_pb2.UpdateWorkerRequest, _inference_pb2.UpdateWorkerResponse]  # type: ignore[assignment]
+    """Takes a worker out of use, puts it back, or sets its role. NOT_FOUND, reason UNKNOWN_WORKER: no
+    scheduler of this router reports the worker.
+    """
 
 class InferenceServicer(metaclass=_abc_1.ABCMeta):
     """Generation, and the state of requests and of the pool."""
@@ -163,5 +171,15 @@ class InferenceServicer(metaclass=_abc_1.ABCMeta):
         context: _ServicerContext,
     ) -> _typing.Union[_inference_pb2.AuditPoolResponse, _abc.Awaitable[_inference_pb2.AuditPoolResponse]]:
         """Walks the KV ledger of every worker: the scheduler's book, and the worker's rows beside it."""
+
+    @_abc_1.abstractmethod
+    def UpdateWorker(
+        self,
+        request: _inference_pb2.UpdateWorkerRequest,
+        context: _ServicerContext,
+    ) -> _typing.Union[_inference_pb2.UpdateWorkerResponse, _abc.Awaitable[_inference_pb2.UpdateWorkerResponse]]:
+        """Takes a worker out of use, puts it back, or sets its role. NOT_FOUND, reason UNKNOWN_WORKER: no
+        scheduler of this router reports the worker.
+        """
 
 def add_InferenceServicer_to_server(servicer: InferenceServicer, server: _typing.Union[_grpc.Server, _aio.Server]) -> None: ...

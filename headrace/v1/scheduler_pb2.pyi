@@ -60,7 +60,7 @@ class _RefusalReasonEnumTypeWrapper(_enum_type_wrapper._EnumTypeWrapper[_Refusal
     REFUSAL_REASON_NO_WORKER: _RefusalReason.ValueType  # 1
     """No worker of this name or model is here."""
     REFUSAL_REASON_WORKER_LOST: _RefusalReason.ValueType  # 2
-    """The worker is lost or shutting down."""
+    """The worker is lost, drained or shutting down."""
     REFUSAL_REASON_TOO_LONG: _RefusalReason.ValueType  # 3
     """The worker can never hold the request."""
     REFUSAL_REASON_DRAINING: _RefusalReason.ValueType  # 4
@@ -78,7 +78,7 @@ REFUSAL_REASON_UNSPECIFIED: RefusalReason.ValueType  # 0
 REFUSAL_REASON_NO_WORKER: RefusalReason.ValueType  # 1
 """No worker of this name or model is here."""
 REFUSAL_REASON_WORKER_LOST: RefusalReason.ValueType  # 2
-"""The worker is lost or shutting down."""
+"""The worker is lost, drained or shutting down."""
 REFUSAL_REASON_TOO_LONG: RefusalReason.ValueType  # 3
 """The worker can never hold the request."""
 REFUSAL_REASON_DRAINING: RefusalReason.ValueType  # 4

@@ -61,6 +61,11 @@ class SchedulerStub:
                 request_serializer=headrace_dot_v1_dot_inference__pb2.AuditPoolRequest.SerializeToString,
                 response_deserializer=headrace_dot_v1_dot_inference__pb2.AuditPoolResponse.FromString,
                 _registered_method=True)
+        self.UpdateWorker = channel.unary_unary(
+                '/headrace.v1.Scheduler/UpdateWorker',
+                request_serializer=headrace_dot_v1_dot_inference__pb2.UpdateWorkerRequest.SerializeToString,
+                response_deserializer=headrace_dot_v1_dot_inference__pb2.UpdateWorkerResponse.FromString,
+                _registered_method=True)
 
 
 class SchedulerServicer:
@@ -106,6 +111,13 @@ class SchedulerServicer:
         context.set_details('Method not implemented!')
         raise NotImplementedError('Method not implemented!')
 
+    def UpdateWorker(self, request, context):
+        """Drains a worker, puts it back, or sets its role, until this scheduler ends or leaves the worker.
+        """
+        context.set_code(grpc.StatusCode.UNIMPLEMENTED)
+        context.set_details('Method not implemented!')
+        raise NotImplementedError('Method not implemented!')
+
 
 def add_SchedulerServicer_to_server(servicer, server):
     rpc_method_handlers = {
@@ -133,6 +145,11 @@ def add_SchedulerServicer_to_server(servicer, server):
                     servicer.Audit,
                     request_deserializer=headrace_dot_v1_dot_inference__pb2.AuditPoolRequest.FromString,
                     response_serializer=headrace_dot_v1_dot_inference__pb2.AuditPoolResponse.SerializeToString,
+            ),
+            'UpdateWorker': grpc.unary_unary_rpc_method_handler(
+                    servicer.UpdateWorker,
+                    request_deserializer=headrace_dot_v1_dot_inference__pb2.UpdateWorkerRequest.FromString,
+                    response_serializer=headrace_dot_v1_dot_inference__pb2.UpdateWorkerResponse.SerializeToString,
             ),
     }
     generic_handler = grpc.method_handlers_generic_handler(
@@ -271,6 +288,33 @@ class Scheduler:
             '/headrace.v1.Scheduler/Audit',
             headrace_dot_v1_dot_inference__pb2.AuditPoolRequest.SerializeToString,
             headrace_dot_v1_dot_inference__pb2.AuditPoolResponse.FromString,
+            options,
+            channel_credentials,
+            insecure,
+            call_credentials,
+            compression,
+            wait_for_ready,
+            timeout,
+            metadata,
+            _registered_method=True)
+
+    @staticmethod
+    def UpdateWorker(request,
+            target,
+            options=(),
+            channel_credentials=None,
+            call_credentials=None,
+            insecure=False,
+            compression=None,
+            wait_for_ready=None,
+            timeout=None,
+            metadata=None):
+        return grpc.experimental.unary_unary(
+            request,
+            target,
+            '/headrace.v1.Scheduler/UpdateWorker',
+            headrace_dot_v1_dot_inference__pb2.UpdateWorkerRequest.SerializeToString,
+            headrace_dot_v1_dot_inference__pb2.UpdateWorkerResponse.FromString,
             options,
             channel_credentials,
             insecure,

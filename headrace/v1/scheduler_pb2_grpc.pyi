@@ -50,6 +50,8 @@ class SchedulerStub:
     """
     Audit: _grpc.UnaryUnaryMultiCallable[_inference_pb2.AuditPoolRequest, _inference_pb2.AuditPoolResponse]
     """Walks the KV ledger of every worker of this scheduler."""
+    UpdateWorker: _grpc.UnaryUnaryMultiCallable[_inference_pb2.UpdateWorkerRequest, _inference_pb2.UpdateWorkerResponse]
+    """Drains a worker, puts it back, or sets its role, until this scheduler ends or leaves the worker."""
 
 @_typing.type_check_only
 class SchedulerAsyncStub(SchedulerStub):
@@ -72,6 +74,8 @@ class SchedulerAsyncStub(SchedulerStub):
     """
     Audit: _aio.UnaryUnaryMultiCallable[_inference_pb2.AuditPoolRequest, _inference_pb2.AuditPoolResponse]  # type: ignore[assignment]
     """Walks the KV ledger of every worker of this scheduler."""
+    UpdateWorker: _aio.UnaryUnaryMultiCallable[_inference_pb2.UpdateWorkerRequest, _inference_pb2.UpdateWorkerResponse]  # type: ignore[assignment]
+    """Drains a worker, puts it back, or sets its role, until this scheduler ends or leaves the worker."""
 
 class SchedulerServicer(metaclass=_abc_1.ABCMeta):
     """Decides each step of each gpuworker it drives."""
@@ -121,5 +125,13 @@ class SchedulerServicer(metaclass=_abc_1.ABCMeta):
         context: _ServicerContext,
     ) -> _typing.Union[_inference_pb2.AuditPoolResponse, _abc.Awaitable[_inference_pb2.AuditPoolResponse]]:
         """Walks the KV ledger of every worker of this scheduler."""
+
+    @_abc_1.abstractmethod
+    def UpdateWorker(
+        self,
+        request: _inference_pb2.UpdateWorkerRequest,
+        context: _ServicerContext,
+    ) -> _typing.Union[_inference_pb2.UpdateWorkerResponse, _abc.Awaitable[_inference_pb2.UpdateWorkerResponse]]:
+        """Drains a worker, puts it back, or sets its role, until this scheduler ends or leaves the worker."""
 
 def add_SchedulerServicer_to_server(servicer: SchedulerServicer, server: _typing.Union[_grpc.Server, _aio.Server]) -> None: ...

@@ -4,9 +4,7 @@ Generate writes to its client from the call's own task; everything that the requ
 released when that task ends, however it ends.
 """
 
-import asyncio
 import functools
-import itertools
 import time
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
@@ -28,7 +26,7 @@ from router.prompts import PromptReader
 from router.request import ClientRequest
 from router.revival import FirstTokens, Origin
 from router.router import Router
-from router.rpc import spans, wire
+from router.rpc import pool, spans, wire
 from router.rpc.access import Access
 from router.rpc.key_permits import KeyPermits
 from router.rpc.model_defaults import ModelDefaults
@@ -285,10 +283,14 @@ class InferenceService:
     async def AuditPool(
         self, _request: inference_pb2.AuditPoolRequest, _context: Any
     ) -> inference_pb2.AuditPoolResponse:
-        """The audits of all schedulers; one that gives none is a fault too."""
-        audits = await asyncio.gather(*map(_audit, self._services.schedulers))
-        workers = sorted(itertools.chain.from_iterable(audits), key=lambda w: w.worker_id)
-        return inference_pb2.AuditPoolResponse(workers=workers)
+        """The audits of all schedulers."""
+        return await pool.audits(self._services.schedulers)
+
+    async def UpdateWorker(
+        self, request: inference_pb2.UpdateWorkerRequest, _context: Any
+    ) -> inference_pb2.UpdateWorkerResponse:
+        """Drain a worker, use it again, or set its role."""
+        return await pool.update_worker(list(self._services.schedulers), request)
 
     def _vocab_size(self, model_name: str) -> int:
         """The smallest vocabulary of the ready workers; without one, the tokenizer's."""
@@ -303,14 +305,6 @@ _ABORT_RESULT = {
     False: inference_pb2.AbortOutcome.RESULT_ALREADY_FINISHED,
     None: inference_pb2.AbortOutcome.RESULT_NOT_FOUND,
 }
-
-
-async def _audit(scheduler: SchedulerClient) -> Sequence[common_pb2.WorkerAudit]:
-    try:
-        return await scheduler.audit()
-    except ServiceError as error:
-        fault = f"scheduler {scheduler.name} gave no account: {error.message}"
-        return [common_pb2.WorkerAudit(scheduler_id=scheduler.name, faults=[fault])]
 
 
 def _num_new_tokens(live: ClientRequest) -> int:

@@ -122,6 +122,15 @@ class SchedulerClient:
         response: inference_pb2.AuditPoolResponse = await self._ask(self._stub.Audit, request)
         return response.workers
 
+    async def update_worker(
+        self, request: inference_pb2.UpdateWorkerRequest
+    ) -> inference_pb2.UpdateWorkerResponse:
+        """Change a worker of the scheduler; raises the scheduler's ServiceError."""
+        response: inference_pb2.UpdateWorkerResponse = await self._ask(
+            self._stub.UpdateWorker, request
+        )
+        return response
+
     @staticmethod
     async def _ask(method: Any, request: Any) -> Any:
         try:

@@ -14,6 +14,7 @@ from headrace.service.errors import (
     unavailable,
 )
 from headrace.service.handlers import write
+from headrace.service.protocol import WORKER_ROLE
 from headrace.service.versions import check_peer
 from headrace.v1 import inference_pb2, scheduler_pb2, scheduler_pb2_grpc
 from headrace.vocabulary import RefusalReason
@@ -147,6 +148,20 @@ class SchedulerService(scheduler_pb2_grpc.SchedulerServicer):
             *(engine.audit(_AUDIT_PATIENCE_S) for engine in self._pool.engines)
         )
         return audit_response(self._scheduler_id, [a for a in audits if a is not None])
+
+    async def UpdateWorker(
+        self, request: inference_pb2.UpdateWorkerRequest, _context: Context
+    ) -> inference_pb2.UpdateWorkerResponse:
+        """Do with a worker as an operator says."""
+        load = self._pool.update(
+            request.worker_id,
+            is_drained=request.drained if request.HasField("drained") else None,
+            role=WORKER_ROLE.word(request.role, None),
+        )
+        if load is None:
+            known = ", ".join(load.info.worker_id for load in self._pool.snapshot()) or "none"
+            raise not_found("UNKNOWN_WORKER", f"no worker {request.worker_id!r} is here: {known}")
+        return inference_pb2.UpdateWorkerResponse(worker=wire.worker_message(load))
 
 
 async def _write_news(connection: RouterConnection, context: Context) -> None:

@@ -170,7 +170,7 @@ def pool_snapshot(
     """The pool as routers see it."""
     return scheduler_pb2.PoolSnapshot(
         scheduler_id=scheduler_id,
-        workers=[_worker(load) for load in loads],
+        workers=[worker_message(load) for load in loads],
         draining=is_draining,
         version=version(),
         time_unix_s=time.time(),
@@ -307,7 +307,8 @@ def worker_info(message: common_pb2.Worker) -> WorkerSpec:
     )
 
 
-def _worker(load: WorkerLoad) -> common_pb2.Worker:
+def worker_message(load: WorkerLoad) -> common_pb2.Worker:
+    """A worker and its load, as routers are told."""
     info = load.info
     return common_pb2.Worker(
         worker_id=info.worker_id,

@@ -129,6 +129,17 @@ class FakeInference(inference_pb2_grpc.InferenceServicer):
         self.errors: list[ServiceError] = []
         # A resumed stream begins so many tokens too late.
         self.resume_shift = 0
+        self.num_pool_calls = 0
+        self.worker = common_pb2.Worker(
+            worker_id="w0",
+            model=MODEL,
+            state=common_pb2.WORKER_STATE_READY,
+            device="cpu",
+            num_kv_blocks=100,
+            num_free_kv_blocks=40,
+            num_running=2,
+            max_num_seqs=8,
+        )
         # Of worker w1's ledger.
         self.faults: list[str] = []
         self.orphan_ttl_s = float(os.environ.get("FAKE_ORPHAN_TTL_S", "60"))
@@ -305,18 +316,19 @@ class FakeInference(inference_pb2_grpc.InferenceServicer):
         return response
 
     async def GetPool(self, request, context):
-        response = inference_pb2.GetPoolResponse(num_queued=2, num_in_flight=3, num_paused=1)
-        response.workers.add(
-            worker_id="w0",
-            model=MODEL,
-            state=common_pb2.WORKER_STATE_READY,
-            device="cpu",
-            num_kv_blocks=100,
-            num_free_kv_blocks=40,
-            num_running=2,
-            max_num_seqs=8,
+        self.num_pool_calls += 1
+        return inference_pb2.GetPoolResponse(
+            num_queued=2, num_in_flight=3, num_paused=1, workers=[self.worker]
         )
-        return response
+
+    async def UpdateWorker(self, request, context):
+        if request.worker_id != "w0":
+            raise not_found("UNKNOWN_WORKER", f"there is no worker {request.worker_id!r}")
+        if request.HasField("drained"):
+            state = "DRAINING" if request.drained else "READY"
+            self.worker.state = common_pb2.WorkerState.Value(f"WORKER_STATE_{state}")
+        self.worker.role = request.role or self.worker.role
+        return inference_pb2.UpdateWorkerResponse(worker=self.worker)
 
     async def AuditPool(self, request, context):
         response = inference_pb2.AuditPoolResponse()

@@ -5,10 +5,12 @@ import signal
 import time
 from pathlib import Path
 
+import grpc
 import pytest
 
-from headrace.client import HeadraceClient, Sampling
+from headrace.client import HeadraceClient, Sampling, ServiceError
 from headrace.local import LocalConfig, local_pool
+from headrace.types import WorkerStatus
 from headrace.vocabulary import FinishReason
 from tests.headrace.waiting import eventually
 
@@ -19,6 +21,44 @@ PATIENCE_S = 120.0
 NUM_TOKENS = 200
 LONG = Sampling(max_tokens=NUM_TOKENS, ignore_eos=True)
 SHORT = Sampling(max_tokens=4, ignore_eos=True)
+
+
+async def drain_and_undrain(client: HeadraceClient) -> None:
+    """An operator takes a busy worker out of use and back, and nobody notices."""
+    workers = {worker.worker_id for worker in (await client.pool()).workers}
+
+    async def status() -> WorkerStatus:
+        return next(w for w in (await client.pool()).workers if w.worker_id == drained.worker_id)
+
+    running = [asyncio.create_task(client.complete("hello", sampling=LONG)) for _ in range(8)]
+
+    async def are_all_busy() -> bool:
+        return all(worker.num_running for worker in (await client.pool()).workers)
+
+    await eventually(are_all_busy)
+    drained = await client.drain(min(workers))
+    assert drained.state == "draining"
+
+    async def is_empty() -> bool:
+        now = await status()
+        return now.state == "draining" and not now.num_running and not now.num_waiting
+
+    # New requests go elsewhere meanwhile.
+    while not await is_empty():
+        answer = await client.complete("hello", sampling=SHORT)
+        assert answer.outputs[0].finish_reason is FinishReason.LENGTH
+    for task in running:
+        (answer,) = (await task).outputs
+        assert len(answer.token_ids) == NUM_TOKENS
+    assert (await client.undrain(drained.worker_id)).state == "ready"
+
+    async def is_ready() -> bool:
+        return (await status()).state == "ready"
+
+    await eventually(is_ready)
+    with pytest.raises(ServiceError, match=", ".join(sorted(workers))) as raised:
+        await client.drain("nobody")
+    assert raised.value.code is grpc.StatusCode.NOT_FOUND
 
 
 async def test_a_worker_told_to_stop_ends_when_its_requests_have_and_gets_no_more(
@@ -33,8 +73,8 @@ async def test_a_worker_told_to_stop_ends_when_its_requests_have_and_gets_no_mor
         worker_flags=("--num-threads", "1", "--num-kv-blocks", "200"),
     )
     async with local_pool(config) as pool, HeadraceClient(pool.address) as client:
-        # Both have served something, and have rows that nobody has asked for since.
-        await asyncio.gather(*(client.complete("hello", sampling=LONG) for _ in range(8)))
+        # Both have served something then, and have rows that nobody has asked for since.
+        await drain_and_undrain(client)
         running = [asyncio.create_task(client.complete("hello", sampling=LONG)) for _ in range(8)]
 
         async def is_running() -> bool:

@@ -7,8 +7,10 @@ import sys
 
 import pytest
 
+from headrace.v1 import common_pb2
 from tests.headrace import fake_inference
 from tests.headrace.tcp_proxy import TcpProxy
+from tests.headrace.waiting import until
 
 
 def test_abort_says_what_it_found_and_fails_for_the_unknown(headrace):
@@ -95,6 +97,41 @@ async def test_an_audit_is_a_table_and_faults_are_exit_code_1(headrace):
     assert broken.stderr == "Error: the ledgers of 1 of 2 workers have faults\n"
     assert broken.exit_code == for_programs.exit_code == 1
     assert json.loads(for_programs.stdout)[1]["faults"] == ["block 7 is held by nobody"]
+
+
+async def test_workers_are_drained_and_used_again_and_get_roles(headrace):
+    router, server, address = await fake_inference.start()
+
+    def run(*arguments):
+        return asyncio.to_thread(headrace, "pool", *arguments, "--server", address)
+
+    async def looked_at():
+        before = router.num_pool_calls
+        await until(lambda: router.num_pool_calls > before)
+
+    try:
+        drained = await run("drain", "w0")
+        assert drained.stdout == "w0 is draining, with role unspecified: 2 running, 0 waiting\n"
+        waiting = asyncio.create_task(run("--json", "drain", "w0", "--wait"))
+        await looked_at()
+        assert not waiting.done()
+        router.worker.num_running = 0
+        done = await waiting
+        assert (json.loads(done.stdout)["state"], done.exit_code) == ("draining", 0)
+        router.worker.num_running = 1
+        waiting = asyncio.create_task(run("drain", "w0", "--wait"))
+        await looked_at()
+        router.worker.state = common_pb2.WORKER_STATE_READY
+        assert "w0 is ready again, and not drained" in (await waiting).stderr
+        await run("drain", "w0")
+        assert (await run("undrain", "w0")).stdout.startswith("w0 is ready, ")
+        decode = await run("set-role", "w0", "decode")
+        assert decode.stdout.startswith("w0 is ready, with role decode: ")
+        unknown = await run("drain", "w7")
+        assert (unknown.exit_code, unknown.stdout) == (1, "")
+        assert "there is no worker 'w7' [UNKNOWN_WORKER]" in unknown.stderr
+    finally:
+        await server.stop(0)
 
 
 @pytest.mark.system

@@ -32,7 +32,7 @@ CALLS = {
 }
 # Methods without an id that say the same to everybody.
 OPEN = {"ListModels"}
-ADMIN_ONLY = {"GetPool", "AuditPool"}
+ADMIN_ONLY = {"GetPool", "AuditPool", "UpdateWorker"}
 
 
 def test_every_method_has_a_rule():
@@ -187,7 +187,9 @@ async def test_what_shows_the_pool_is_for_administrators(tmp_path):
         for method in ADMIN_ONLY:
             request = getattr(inference_pb2, f"{method}Request")()
             assert await callers.reason("acme", method, request) == "ADMIN_ONLY"
-            assert await callers.reason("root", method, request) == ""
+            # An update that says nothing is wrong, whoever sends it.
+            wrong = "INVALID_FIELD" if method == "UpdateWorker" else ""
+            assert await callers.reason("root", method, request) == wrong
         assert await callers.reason("acme", "ListModels", inference_pb2.ListModelsRequest()) == ""
 
 

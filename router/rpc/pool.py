@@ -1,0 +1,53 @@
+"""The pool for operators: audits of all workers, and changes to one."""
+
+import asyncio
+import itertools
+from collections.abc import Iterable, Sequence
+
+from headrace.service.errors import ServiceError, invalid, not_found
+from headrace.service.protocol import WORKER_ROLE
+from headrace.v1 import common_pb2, inference_pb2
+from router.rpc.scheduler_client import SchedulerClient
+
+# An error goes into the headers of an answer, which must not be long.
+_MAX_NAMES = 30
+
+
+async def audits(schedulers: Iterable[SchedulerClient]) -> inference_pb2.AuditPoolResponse:
+    """The audits of all schedulers; one that gives none is a fault too."""
+    found = await asyncio.gather(*map(_audit, schedulers))
+    workers = sorted(itertools.chain.from_iterable(found), key=lambda w: w.worker_id)
+    return inference_pb2.AuditPoolResponse(workers=workers)
+
+
+async def update_worker(
+    schedulers: Sequence[SchedulerClient], request: inference_pb2.UpdateWorkerRequest
+) -> inference_pb2.UpdateWorkerResponse:
+    """Have every scheduler that knows the worker change it; routers learn of it by reports.
+
+    Raises:
+        ServiceError: no scheduler knows the worker, or one of them refuses.
+    """
+    if request.role and WORKER_ROLE.word(request.role, None) is None:
+        raise invalid("role", "must be MIXED, PREFILL or DECODE")
+    if not request.role and not request.HasField("drained"):
+        raise invalid("drained", "must be set where no role is")
+    name = request.worker_id
+    having = [s for s in schedulers if name in {worker.worker_id for worker in s.workers}]
+    if not having:
+        known = sorted({worker.worker_id for s in schedulers for worker in s.workers})
+        more = f" and {len(known) - _MAX_NAMES} more" if len(known) > _MAX_NAMES else ""
+        there = ", ".join(known[:_MAX_NAMES]) + more if known else "none"
+        text = f"worker_id: there is no worker {name!r}; there are: {there}"
+        raise not_found("UNKNOWN_WORKER", text)
+    answers = await asyncio.gather(*(scheduler.update_worker(request) for scheduler in having))
+    # Of two schedulers one drives the worker, and the other has lost it.
+    return min(answers, key=lambda answer: answer.worker.state == common_pb2.WORKER_STATE_LOST)
+
+
+async def _audit(scheduler: SchedulerClient) -> Sequence[common_pb2.WorkerAudit]:
+    try:
+        return await scheduler.audit()
+    except ServiceError as error:
+        fault = f"scheduler {scheduler.name} gave no account: {error.message}"
+        return [common_pb2.WorkerAudit(scheduler_id=scheduler.name, faults=[fault])]
