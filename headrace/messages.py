@@ -17,7 +17,9 @@ from headrace.types import (
     RequestHistory,
     Sampling,
     SchedulerLink,
+    StageTime,
     StatusRecord,
+    TenantLoad,
     TokenLogprobs,
     Usage,
     WorkerAudit,
@@ -143,6 +145,18 @@ def to_explanation(r: inference_pb2.ExplainResponse) -> RequestHistory:
         recomputed_tokens=r.recomputed_tokens,
         cached_tokens=r.cached_tokens,
         num_preemptions=r.num_preemptions,
+        breakdown=tuple(
+            StageTime(stage=part.stage, cause=part.cause, seconds=part.seconds)
+            for part in r.breakdown
+        ),
+        total_s=r.total_s,
+        queued_with=tuple(
+            TenantLoad(
+                tenant=load.tenant, num_requests=load.num_requests, num_tokens=load.num_tokens
+            )
+            for load in r.queued_with
+        ),
+        begin_time_unix_s=r.begin_time_unix_s,
     )
 
 
@@ -213,6 +227,7 @@ def _explain_event(e: inference_pb2.ExplainEvent) -> ExplainEvent:
         num_tokens=e.num_tokens,
         queue_position=e.queue_position if e.HasField("queue_position") else None,
         time_unix_s=e.time_unix_s,
+        duration_s=e.duration_s,
     )
 
 

@@ -175,11 +175,34 @@ class ExplainEvent:
     num_tokens: int
     queue_position: int | None
     time_unix_s: float
+    duration_s: float = 0.0
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class StageTime:
+    """A part of a request's time; cause is that of a WAIT, else empty."""
+
+    stage: str
+    cause: str
+    seconds: float
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class TenantLoad:
+    """What waits in a queue for a tenant; "*" stands for all tenants that have no entry."""
+
+    tenant: str
+    num_requests: int
+    num_tokens: int
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class RequestHistory:
-    """The scheduling history of a request."""
+    """The scheduling history of a request.
+
+    The seconds of breakdown add up to total_s. queued_with is what waited in the router's queue for
+    the model as the request was queued. begin_time_unix_s: when its scheduler got it; 0: none has.
+    """
 
     request_id: str
     events: tuple[ExplainEvent, ...]
@@ -187,6 +210,10 @@ class RequestHistory:
     recomputed_tokens: int
     cached_tokens: int
     num_preemptions: int
+    breakdown: tuple[StageTime, ...] = ()
+    total_s: float = 0.0
+    queued_with: tuple[TenantLoad, ...] = ()
+    begin_time_unix_s: float = 0.0
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

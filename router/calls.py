@@ -12,6 +12,7 @@ from dataclasses import dataclass
 from headrace.service.errors import ServiceError
 from router import outcomes
 from router.gate import Gate
+from router.passage import Account
 from router.request import ClientRequest
 
 _MAX_REMEMBERED = 20_000
@@ -46,7 +47,8 @@ class Calls:
         self._clock = clock
         self._wall_clock = wall_clock
         self._by_id: dict[str, Reservation] = {}
-        self._owner_by_ended_id: OrderedDict[str, str] = OrderedDict()
+        # The scheduler of each, and where its time went.
+        self._ended: OrderedDict[str, tuple[str, Account]] = OrderedDict()
         self._idle = asyncio.Event()
         self._idle.set()
 
@@ -83,21 +85,34 @@ class Calls:
             self._idle.set()
 
     def remember(self, request: ClientRequest) -> None:
-        """Know for a while that a request has ended here, and which scheduler had it."""
-        self._owner_by_ended_id[request.spec.request_id] = _scheduler_of(request)
-        if len(self._owner_by_ended_id) > _MAX_REMEMBERED:
-            self._owner_by_ended_id.popitem(last=False)
+        """Know for a while that a request has ended here, and what `Explain` asks for."""
+        account = self._account_of(request)
+        self._ended[request.spec.request_id] = (_scheduler_of(request), account)
+        if len(self._ended) > _MAX_REMEMBERED:
+            self._ended.popitem(last=False)
 
     def has_ended(self, request_id: str) -> bool:
         """Whether a request of this id has ended here."""
-        return request_id in self._owner_by_ended_id
+        return request_id in self._ended
 
     def scheduler_of(self, request_id: str) -> str | None:
         """The scheduler that has, or last had, the request; None if it never reached one."""
         reservation = self._by_id.get(request_id)
         if reservation is not None:
             return _scheduler_of(reservation.request) or None
-        return self._owner_by_ended_id.get(request_id) or None
+        ended = self._ended.get(request_id)
+        return ended[0] or None if ended is not None else None
+
+    def account(self, request_id: str) -> Account | None:
+        """Where the time of a request went here, of several completions the first's."""
+        reservation = self._by_id.get(request_id)
+        if reservation is None:
+            ended = self._ended.get(request_id)
+            return ended[1] if ended is not None else None
+        return self._account_of(reservation.request) if reservation.request else None
+
+    def _account_of(self, request: ClientRequest) -> Account:
+        return request.completions[0].passage.account(request.arrived_unix_s, self._clock())
 
     async def wait_idle(self) -> None:
         """Return once no id is in use."""
@@ -107,7 +122,7 @@ class Calls:
         now, unix_s = self._clock(), self._wall_clock()
         reservation = Reservation(request_id, tenant, now, unix_s, body_sha256)
         self._by_id[request_id] = reservation
-        self._owner_by_ended_id.pop(request_id, None)
+        self._ended.pop(request_id, None)
         self._idle.clear()
         return reservation
 

@@ -26,6 +26,7 @@ from router.fates import Ended, Failed, Moved, Outcome, Paused
 from router.flights import Flights
 from router.metrics import Meters
 from router.outputs import CompletionFinish, Refusal, StepOutputs
+from router.passage import Stage
 from router.request import ClientCompletion, ClientRequest, Owner, SchedulerLink
 from router.restraint import Restraint
 from router.status_log import StatusLog
@@ -83,6 +84,8 @@ class Dispatcher:
     def enqueue(self, completion: ClientCompletion) -> None:
         """Queue a completion; `dispatch` sends it."""
         request = completion.request
+        waiting = self.queue.of(request.spec.model)
+        completion.passage.queue(waiting.load_by_tenant, request.spec.tenant, self._clock())
         self.queue.push(
             QueueEntry(
                 key=completion.key,
@@ -343,6 +346,7 @@ class Dispatcher:
             # A prompt that is computed again because a scheduler was lost is not charged again.
             if not completion.request.is_taken_up:
                 completion.request.account.charge_prompt(need.num_tokens)
+        completion.passage.enter(Stage.DISPATCHED, self._clock())
         self._flights.begin(completion, worker, need)
         self._status.dispatched(completion)
 
@@ -352,6 +356,7 @@ class Dispatcher:
         completion.epoch += 1
         if completion.is_paused:
             # A paused completion waits for its client, not for a worker: `on_read` queues it.
+            completion.passage.enter(Stage.PAUSED, self._clock())
             self._status.queued(completion)
         else:
             self._wait(completion)

@@ -19,6 +19,7 @@ from router.dispatcher import Dispatcher
 from router.fates import Ended, Failed, Moved, Outcome, Paused
 from router.metrics import Meters
 from router.outputs import CompletionFinish, Refusal, StepOutputs
+from router.passage import Stage
 from router.request import ClientCompletion, ClientRequest, SchedulerLink, Spec, Timeline
 from router.revival import Origin
 from router.waker import Waker
@@ -231,6 +232,7 @@ class LiveRequests:
     def _finish(self, completion: ClientCompletion, finish: CompletionFinish) -> None:
         request = completion.request
         completion.end(finish)
+        completion.passage.enter(Stage.ENDED, self._clock())
         request.wake()
         if request.is_finished:
             request.timeline.ended = self._clock()

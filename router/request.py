@@ -23,6 +23,7 @@ from router.core.placement import Sent
 from router.core.prefix_index import Prefix
 from router.metrics import Traffic
 from router.outputs import CompletionFinish
+from router.passage import Passage
 from router.text.completion import CompletionText
 from router.waker import Waker
 
@@ -101,8 +102,8 @@ class ClientCompletion:
         "epoch", "finish", "first_token", "handle", "has_echoed", "index", "is_admitted",
         "is_paused", "key", "link", "logprobs", "losses", "max_unread_tokens", "num_cached_tokens",
         "num_dispatches", "num_regenerated", "num_repeated", "num_sent_tokens", "num_settled",
-        "num_streamed", "num_unwanted_logprobs", "owner", "priority", "prompt_logprobs", "request",
-        "request_id", "sent", "settling", "text", "token_ids",
+        "num_streamed", "num_unwanted_logprobs", "owner", "passage", "priority",
+        "prompt_logprobs", "request", "request_id", "sent", "settling", "text", "token_ids",
     )  # fmt: skip
 
     def __init__(
@@ -146,6 +147,7 @@ class ClientCompletion:
         self.num_repeated = 0  # of token_ids that are generated again
         self.num_regenerated = 0  # left out of token_ids to be generated again, and counted before
         self.finish: CompletionFinish | None = None
+        self.passage = Passage(request.timeline.arrived, is_taken_up=request.is_taken_up)
 
     @property
     def arrived_unix_s(self) -> float:
@@ -167,6 +169,9 @@ class ClientCompletion:
         request = self.request
         time_unix_s = request.arrived_unix_s + now - request.timeline.arrived
         self.losses.append((time_unix_s, scheduler_id))
+        timeline = request.timeline
+        admitted = timeline.admitted if self.is_admitted else None
+        self.passage.lose(admitted, timeline.first_token if self.token_ids else None, now)
         if request.spec.num_logprobs is not None:
             self._rewind()
 

@@ -140,7 +140,7 @@ class WorkerEngine:
 
     def explain(self, request: LiveRequest) -> RequestExplanation | None:
         """The history of a live request on this worker, or None."""
-        return self._core.explain(request.submission.request_id)
+        return self._core.explain(request.submission.request_id, self._clock())
 
     def explain_ended(self, request_id: str) -> RequestExplanation | None:
         """The history of a request that ended on this worker lately, or None."""
@@ -201,7 +201,7 @@ class WorkerEngine:
         not_in_core, cancelled = self._inbox.give_up()
         self._publish_ends([facts for facts in cancelled if facts.key in self._requests])
         for request in list(self._requests.values()):
-            done = self._core.explain_live(request.key)
+            done = self._core.explain_live(request.key, self._clock())
             self._log.lost(request, self._info.worker_id, self._last_step, done)
             if request.key not in not_in_core:
                 self._take_from_core(request)

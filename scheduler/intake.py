@@ -39,6 +39,7 @@ def new_request(request: LiveRequest, info: WorkerSpec, *, hashes_ahead: bool) -
             if is_long and hashes_ahead
             else None
         ),
+        is_recovering=request.is_recovering,
     )
 
 

@@ -16,6 +16,7 @@ from scheduler.core.explain import (
     RequestExplanation,
 )
 from scheduler.core.plan import RequestStatus, WaitReason
+from scheduler.core.time_spent import SpentBy, Stage, total
 
 MAX_EVENTS = MAX_FIRST_EVENTS + MAX_LAST_EVENTS
 
@@ -49,9 +50,18 @@ def joined(past: RequestExplanation, now: RequestExplanation) -> RequestExplanat
             num_cached_tokens=(past if past.num_granted_tokens else now).num_cached_tokens,
             num_preemptions=past.num_preemptions + now.num_preemptions,
             num_events_left_out=past.num_events_left_out + now.num_events_left_out,
+            spent_s=total(_until(past, now), now.spent_s),
+            began=past.began or now.began,
         ),
         events,
     )
+
+
+def _until(past: RequestExplanation, now: RequestExplanation) -> SpentBy:
+    """What a past and the time behind it, in which no worker had the request, were spent on."""
+    if not past.until or not now.began:
+        return past.spent_s
+    return total(past.spent_s, {Stage.RECOVERED: max(0.0, now.began - past.until)})
 
 
 def _sum(one: Mapping[WaitReason, int], other: Mapping[WaitReason, int]) -> dict[WaitReason, int]:

@@ -2,13 +2,15 @@
 
 import asyncio
 from collections.abc import Callable
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 from headrace.vocabulary import RefusalReason
 from scheduler import takeover
+from scheduler.core.explain import RequestExplanation
 from scheduler.core.plan import Int32Array, RequestStatus
 from scheduler.engine import WorkerEngine
 from scheduler.intake import unscheduled_end
+from scheduler.past import nothing
 from scheduler.requests import NO_ROUTER, LiveRequest
 from scheduler.switchboard import Switchboard
 from scheduler.updates import NotTaken, RequestEnd
@@ -88,8 +90,10 @@ class StrandedRequests:
         """[num_tokens] of a request."""
         return request.generated_token_ids[start:]
 
-    def explain(self, _request: LiveRequest) -> None:
-        """None: nothing is done with a request before a worker has it."""
+    def explain(self, request: LiveRequest) -> RequestExplanation:
+        """Nothing, until now: nothing is done with a request before a worker has it."""
+        now = self._clock()
+        return replace(nothing(request.submission.request_id), began=now, until=now)
 
     def set_paused(self, request: LiveRequest, *, is_paused: bool) -> None:
         """Pause or continue a request; the next worker's engine applies the state."""

@@ -5,6 +5,7 @@ from typing import Any
 
 import click
 
+from headrace.cli import explaining
 from headrace.cli.exits import Failure
 from headrace.cli.options import ask, connection_options, json_option, print_json
 
@@ -55,7 +56,7 @@ def status(request_id: str, as_json: bool, **arguments: Any) -> None:
     if as_json:
         print_json(record)
         return
-    _print_rows(
+    for line in explaining.rows(
         ("request", record.request_id),
         ("state", record.state + (f" ({record.detail})" if record.detail else "")),
         ("model", record.model),
@@ -67,7 +68,8 @@ def status(request_id: str, as_json: bool, **arguments: Any) -> None:
         ("router", record.router_id or "-"),
         ("scheduler", record.scheduler_id or "-"),
         ("worker", record.worker_id or "-"),
-    )
+    ):
+        click.echo(line)
 
 
 @click.command()
@@ -75,7 +77,11 @@ def status(request_id: str, as_json: bool, **arguments: Any) -> None:
 @json_option
 @connection_options
 def explain(request_id: str, as_json: bool, **arguments: Any) -> None:
-    """Show how a request was scheduled, step by step: why it waited, and why it was preempted.
+    """Show how a request was scheduled, step by step, and where its time went.
+
+    Each line has its steps, when it began after the scheduler got the request, and how long it
+    took. The parts of the total time add up to it: from the call's arrival to the request's end,
+    or until now.
 
     \b
     Example:
@@ -85,27 +91,8 @@ def explain(request_id: str, as_json: bool, **arguments: Any) -> None:
     if as_json:
         print_json(explanation)
         return
-    for event in explanation.events:
-        # A router's deed belongs to no step.
-        steps = "-" if event.kind == "RESUMED" else f"{event.first_step}"
-        if event.last_step != event.first_step:
-            steps += f"-{event.last_step}"
-        place = "" if event.queue_position is None else f"  place {event.queue_position + 1}"
-        line = f"step {steps:<12} {event.kind:<10}{place}  {event.detail}"
-        click.echo(line.rstrip())
-    waited = ", ".join(f"{n} for {cause}" for cause, n in explanation.steps_waited_by_cause.items())
-    _print_rows(
-        ("steps waited", waited or "none"),
-        ("preemptions", str(explanation.num_preemptions)),
-        ("recomputed", f"{explanation.recomputed_tokens} tokens"),
-        ("from cache", f"{explanation.cached_tokens} tokens"),
-    )
-
-
-def _print_rows(*rows: tuple[str, str]) -> None:
-    width = max(len(name) for name, _ in rows)
-    for name, value in rows:
-        click.echo(f"{name:<{width}}  {value}")
+    for line in explaining.lines(explanation):
+        click.echo(line)
 
 
 def _when(unix_s: float) -> str:

@@ -735,6 +735,10 @@ class ExplainResponse(_message.Message):
     RECOMPUTED_TOKENS_FIELD_NUMBER: _builtins.int
     CACHED_TOKENS_FIELD_NUMBER: _builtins.int
     NUM_PREEMPTIONS_FIELD_NUMBER: _builtins.int
+    BREAKDOWN_FIELD_NUMBER: _builtins.int
+    TOTAL_S_FIELD_NUMBER: _builtins.int
+    QUEUED_WITH_FIELD_NUMBER: _builtins.int
+    BEGIN_TIME_UNIX_S_FIELD_NUMBER: _builtins.int
     request_id: _builtins.str
     """The request."""
     recomputed_tokens: _builtins.int
@@ -743,6 +747,12 @@ class ExplainResponse(_message.Message):
     """Prompt tokens taken from the prefix cache at first admission."""
     num_preemptions: _builtins.int
     """Times preempted."""
+    total_s: _builtins.float
+    """From the call's arrival to the end of the completion, or until now."""
+    begin_time_unix_s: _builtins.float
+    """When the scheduler that has or had the request got it, on its clock, seconds since the epoch;
+    0: no scheduler has had it.
+    """
     @_builtins.property
     def events(self) -> _containers.RepeatedCompositeFieldContainer[Global___ExplainEvent]:
         """Oldest first; bounded, so the middle of a long timeline may be summarized."""
@@ -750,6 +760,19 @@ class ExplainResponse(_message.Message):
     @_builtins.property
     def steps_waited_by_cause(self) -> _containers.ScalarMap[_builtins.str, _builtins.int]:
         """Steps in which the request waited, by cause."""
+
+    @_builtins.property
+    def breakdown(self) -> _containers.RepeatedCompositeFieldContainer[Global___StageTime]:
+        """Where the time went, in the order of a request's life; the seconds add up to total_s. Empty
+        where a service keeps no times.
+        """
+
+    @_builtins.property
+    def queued_with(self) -> _containers.RepeatedCompositeFieldContainer[Global___TenantLoad]:
+        """The requests that waited in the router's queue for the model as this request was queued, by
+        tenant, the most tokens first. The policy decides how many of them went before this request.
+        To the callers of a tenant, all other tenants are one, named "*".
+        """
 
     def __init__(
         self,
@@ -760,14 +783,83 @@ class ExplainResponse(_message.Message):
         recomputed_tokens: _builtins.int = ...,
         cached_tokens: _builtins.int = ...,
         num_preemptions: _builtins.int = ...,
+        breakdown: _abc.Iterable[Global___StageTime] | None = ...,
+        total_s: _builtins.float = ...,
+        queued_with: _abc.Iterable[Global___TenantLoad] | None = ...,
+        begin_time_unix_s: _builtins.float = ...,
     ) -> None: ...
     _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["cached_tokens", b"cached_tokens", "events", b"events", "num_preemptions", b"num_preemptions", "recomputed_tokens", b"recomputed_tokens", "request_id", b"request_id", "steps_waited_by_cause", b"steps_waited_by_cause"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["begin_time_unix_s", b"begin_time_unix_s", "breakdown", b"breakdown", "cached_tokens", b"cached_tokens", "events", b"events", "num_preemptions", b"num_preemptions", "queued_with", b"queued_with", "recomputed_tokens", b"recomputed_tokens", "request_id", b"request_id", "steps_waited_by_cause", b"steps_waited_by_cause", "total_s", b"total_s"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     def WhichOneof(self, oneof_group: _Never) -> None: ...
 
 Global___ExplainResponse: _TypeAlias = ExplainResponse  # noqa: Y015
+
+@_typing.final
+class StageTime(_message.Message):
+    """A part of a request's time."""
+
+    DESCRIPTOR: _descriptor.Descriptor
+
+    STAGE_FIELD_NUMBER: _builtins.int
+    CAUSE_FIELD_NUMBER: _builtins.int
+    SECONDS_FIELD_NUMBER: _builtins.int
+    stage: _builtins.str
+    """TOKENIZE; QUEUE: in the router's queue; WAIT: at the scheduler, before the first admission;
+    PREFILL: until the first token; DECODE. PREEMPTED, PAUSED (the client did not read) and
+    RECOVERED (a worker, scheduler or router was lost) last until the request's next token, with
+    the wait and the tokens computed again. OTHER is the rest: the network, and what is left of a
+    life of which no account is left.
+    """
+    cause: _builtins.str
+    """Of WAIT: the cause, as in steps_waited_by_cause; NEXT_STEP: a step that ran as the request came."""
+    seconds: _builtins.float
+    """Seconds, at least 0."""
+    def __init__(
+        self,
+        *,
+        stage: _builtins.str = ...,
+        cause: _builtins.str = ...,
+        seconds: _builtins.float = ...,
+    ) -> None: ...
+    _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
+    def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["cause", b"cause", "seconds", b"seconds", "stage", b"stage"]  # noqa: Y015
+    def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
+    def WhichOneof(self, oneof_group: _Never) -> None: ...
+
+Global___StageTime: _TypeAlias = StageTime  # noqa: Y015
+
+@_typing.final
+class TenantLoad(_message.Message):
+    """What waits in a queue for a tenant."""
+
+    DESCRIPTOR: _descriptor.Descriptor
+
+    TENANT_FIELD_NUMBER: _builtins.int
+    NUM_REQUESTS_FIELD_NUMBER: _builtins.int
+    NUM_TOKENS_FIELD_NUMBER: _builtins.int
+    tenant: _builtins.str
+    """The tenant; empty for the default tenant."""
+    num_requests: _builtins.int
+    """Completions."""
+    num_tokens: _builtins.int
+    """Their prompt and generated tokens."""
+    def __init__(
+        self,
+        *,
+        tenant: _builtins.str = ...,
+        num_requests: _builtins.int = ...,
+        num_tokens: _builtins.int = ...,
+    ) -> None: ...
+    _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
+    def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["num_requests", b"num_requests", "num_tokens", b"num_tokens", "tenant", b"tenant"]  # noqa: Y015
+    def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
+    def WhichOneof(self, oneof_group: _Never) -> None: ...
+
+Global___TenantLoad: _TypeAlias = TenantLoad  # noqa: Y015
 
 @_typing.final
 class ExplainEvent(_message.Message):
@@ -782,6 +874,7 @@ class ExplainEvent(_message.Message):
     NUM_TOKENS_FIELD_NUMBER: _builtins.int
     QUEUE_POSITION_FIELD_NUMBER: _builtins.int
     TIME_UNIX_S_FIELD_NUMBER: _builtins.int
+    DURATION_S_FIELD_NUMBER: _builtins.int
     first_step: _builtins.int
     """First step that the event covers."""
     last_step: _builtins.int
@@ -798,6 +891,8 @@ class ExplainEvent(_message.Message):
     """Place in the waiting queue at first_step, from 0; only for WAITED."""
     time_unix_s: _builtins.float
     """Scheduler clock at first_step, seconds since the epoch."""
+    duration_s: _builtins.float
+    """How long the event took, seconds; 0 for a moment."""
     def __init__(
         self,
         *,
@@ -808,10 +903,11 @@ class ExplainEvent(_message.Message):
         num_tokens: _builtins.int = ...,
         queue_position: _builtins.int | None = ...,
         time_unix_s: _builtins.float = ...,
+        duration_s: _builtins.float = ...,
     ) -> None: ...
     _HasFieldArgType: _TypeAlias = _typing.Literal["_queue_position", b"_queue_position", "queue_position", b"queue_position"]  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["_queue_position", b"_queue_position", "detail", b"detail", "first_step", b"first_step", "kind", b"kind", "last_step", b"last_step", "num_tokens", b"num_tokens", "queue_position", b"queue_position", "time_unix_s", b"time_unix_s"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["_queue_position", b"_queue_position", "detail", b"detail", "duration_s", b"duration_s", "first_step", b"first_step", "kind", b"kind", "last_step", b"last_step", "num_tokens", b"num_tokens", "queue_position", b"queue_position", "time_unix_s", b"time_unix_s"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     _WhichOneofReturnType__queue_position: _TypeAlias = _typing.Literal["queue_position"]  # noqa: Y015
     _WhichOneofArgType__queue_position: _TypeAlias = _typing.Literal["_queue_position", b"_queue_position"]  # noqa: Y015

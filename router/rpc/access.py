@@ -14,7 +14,7 @@ from headrace.service.auth import caller
 from headrace.service.errors import ServiceError, invalid
 from headrace.service.keys import Caller
 from headrace.v1 import inference_pb2
-from router.rpc import wire
+from router.rpc import explained, wire
 
 FULL_NAME = "headrace.v1.Inference"
 
@@ -90,6 +90,7 @@ class Access:
         if self._scope:
             for event in found.events:
                 event.detail = _PREEMPTED_BY.sub(self._preemption, event.detail)
+            explained.hide_tenants(found, self._who.tenant)
         return found
 
     def _preemption(self, found: re.Match[str]) -> str:

@@ -26,7 +26,7 @@ from router.prompts import PromptReader
 from router.request import ClientRequest
 from router.revival import FirstTokens, Origin
 from router.router import Router
-from router.rpc import pool, spans, wire
+from router.rpc import explained, pool, spans, wire
 from router.rpc.access import Access
 from router.rpc.key_permits import KeyPermits
 from router.rpc.model_defaults import ModelDefaults
@@ -221,24 +221,35 @@ class InferenceService:
     async def Explain(
         self, request: inference_pb2.ExplainRequest, _context: Any
     ) -> inference_pb2.ExplainResponse:
-        """The account of the scheduler that has or had the request."""
+        """The account of the scheduler that has or had the request, and this router's."""
         access = Access()
         request_id = access.inner_id(request.request_id)
+        account = self._router.calls.account(request_id)
+        found = await self._scheduled(request_id)
+        if found is None and account is None:
+            raise not_found(
+                "UNKNOWN_REQUEST",
+                f"request_id: no scheduler has had {request.request_id!r} lately;"
+                " GetStatus may know the request",
+            )
+        answer = found or inference_pb2.ExplainResponse(request_id=request_id)
+        if account is not None:
+            explained.complete(answer, account, has_run=found is not None)
+        return access.explanation(answer)
+
+    async def _scheduled(self, request_id: str) -> inference_pb2.ExplainResponse | None:
+        """The explanation of the scheduler that has or had a request; None: none knows it."""
         owner = self._router.calls.scheduler_of(request_id)
         found = [s for s in self._services.schedulers if owner is None or s.name == owner]
         # Of several completions the first is explained.
         for name in (request_id, f"{request_id}#0"):
             for scheduler in found:
                 try:
-                    return access.explanation(await scheduler.explain(name))
+                    return await scheduler.explain(name)
                 except ServiceError as error:
                     if error.code is not grpc.StatusCode.NOT_FOUND:
                         raise
-        raise not_found(
-            "UNKNOWN_REQUEST",
-            f"request_id: no scheduler has had {request.request_id!r} lately;"
-            " GetStatus may know the request",
-        )
+        return None
 
     async def ListModels(
         self, _request: inference_pb2.ListModelsRequest, _context: Any

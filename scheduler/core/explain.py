@@ -6,11 +6,12 @@ request costs nothing per step. A history is bounded, and kept for a while after
 
 from collections import OrderedDict, deque
 from collections.abc import Callable
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from enum import Enum
 from typing import Any
 
 from scheduler.core.plan import PassedOver, RequestStatus, WaitReason
+from scheduler.core.time_spent import SpentBy, Stage, StageClock
 
 MAX_FIRST_EVENTS = 16
 MAX_LAST_EVENTS = 48
@@ -38,7 +39,8 @@ class EventKind(Enum):
 class HistoryEvent:
     """An entry of a timeline: its steps, the time of its first step, a sentence, computed tokens.
 
-    queue_position counts from 0; None for entries that are not waits.
+    queue_position counts from 0; None for entries that are not waits. duration_s is 0 for an entry
+    that is a moment.
     """
 
     first_step: int
@@ -48,6 +50,7 @@ class HistoryEvent:
     detail: str
     num_tokens: int = 0
     queue_position: int | None = None
+    duration_s: float = 0.0
 
 
 @dataclass(frozen=True, slots=True)
@@ -56,7 +59,8 @@ class RequestExplanation:
 
     num_recomputed_tokens: computed tokens lost to preemptions and pauses. num_granted_tokens:
     computed tokens, including those in flight, without rejected drafts. num_events_left_out:
-    entries dropped from the middle of a long timeline.
+    entries dropped from the middle of a long timeline. spent_s is the time from began to until, on
+    the caller's clock, by stage.
     """
 
     request_id: str
@@ -69,10 +73,13 @@ class RequestExplanation:
     num_preemptions: int
     queue_position: int | None
     num_events_left_out: int
+    spent_s: SpentBy = field(default_factory=dict)
+    began: float = 0.0
+    until: float = 0.0
 
 
-# (kind, first step, last step, time, the arguments of the kind's function in _SENTENCES)
-_Entry = tuple[EventKind, int, int, float, tuple[Any, ...]]
+# (kind, first step, last step, time, duration, the arguments of the kind's function in _SENTENCES)
+_Entry = tuple[EventKind, int, int, float, float, tuple[Any, ...]]
 
 
 class History:
@@ -80,6 +87,7 @@ class History:
 
     __slots__ = (
         "_admitted",
+        "_clock",
         "_first_entries",
         "_last_entries",
         "_num_entries",
@@ -96,8 +104,19 @@ class History:
         "request_id",
     )
 
-    def __init__(self, request_id: str, step: int, now: float, position: int) -> None:
+    def __init__(
+        self,
+        request_id: str,
+        step: int,
+        now: float,
+        position: int,
+        *,
+        is_recovering: bool = False,
+    ) -> None:
+        """is_recovering: the request had begun on a worker that was lost."""
         self.request_id = request_id
+        reason = WaitReason.BEHIND_HEAD
+        self._clock = StageClock(Stage.RECOVERED if is_recovering else reason, now)
         self._first_entries: list[_Entry] = []
         self._last_entries: deque[_Entry] = deque(maxlen=MAX_LAST_EVENTS)
         self._num_entries = 0
@@ -111,76 +130,93 @@ class History:
         # Steps since the last admission in which other long prefills left no tokens for this
         # request.
         self.num_held_steps = 0
-        # (last step, final status) once the request ended.
-        self.end: tuple[int, RequestStatus] | None = None
+        # (last step, time, final status) once the request ended.
+        self.end: tuple[int, float, RequestStatus] | None = None
         # (step, time, cached tokens) of the last admission, while the request runs.
         self._admitted: tuple[int, float, int] | None = None
         # (first step, time, queue position, fact) of the current wait.
         self._wait: tuple[int, float, int, PassedOver | None] | None = (step, now, position, None)
-        self._wait_reason = WaitReason.BEHIND_HEAD
-        self._add((EventKind.ADDED, step, step, now, (position,)))
+        self._wait_reason = reason
+        self._add((EventKind.ADDED, step, step, now, 0.0, (position,)))
 
     def passed_over(self, fact: PassedOver, step: int, now: float) -> None:
         """A step considered the request, at the head of a queue, without admitting the request."""
         if fact.reason is not self._wait_reason:
-            self._end_wait(step)
+            self._end_wait(step, now)
+            if self._clock.is_waiting:
+                self._clock.enter(fact.reason, now)
             self._begin_wait(fact.reason, step, now, fact)
 
     def admitted(self, step: int, now: float, num_cached_tokens: int, *, is_resumed: bool) -> None:
         """The request got a row and starts from cached tokens."""
-        self._end_wait(step)
+        self._end_wait(step, now)
+        if self._clock.is_waiting:
+            self._clock.enter(Stage.PREFILL, now)
         if not is_resumed:
             self.num_cached_tokens = num_cached_tokens
-        self._add((EventKind.ADMITTED, step, step, now, (num_cached_tokens, is_resumed)))
+        self._add((EventKind.ADMITTED, step, step, now, 0.0, (num_cached_tokens, is_resumed)))
         self._admitted = (step, now, num_cached_tokens)
         self.num_chunks = self.num_held_steps = 0
+
+    def got_token(self, now: float) -> None:
+        """The first token since the last admission came."""
+        if self._admitted is not None:
+            self._clock.enter(Stage.DECODE, now)
 
     def preempted(
         self, step: int, now: float, num_computed: int, trigger_id: str, num_needed: int
     ) -> None:
         """The request lost its blocks."""
-        self._end_run(step, num_computed)
+        self._end_run(step, now, num_computed)
+        self._clock.enter(Stage.PREEMPTED, now)
         self.num_preemptions += 1
         self.num_recomputed_tokens += num_computed
-        self._add((EventKind.PREEMPTED, step, step, now, (trigger_id, num_needed, num_computed)))
+        facts = (trigger_id, num_needed, num_computed)
+        self._add((EventKind.PREEMPTED, step, step, now, 0.0, facts))
         self._begin_wait(WaitReason.PREEMPTION, step, now, None)
 
     def paused(self, step: int, now: float, num_computed: int) -> None:
         """The client does not read; the request lost its blocks, if it had any."""
-        self._end_run(step, num_computed)
-        self._end_wait(step)
+        self._end_run(step, now, num_computed)
+        self._end_wait(step, now)
+        self._clock.enter(Stage.PAUSED, now)
         self.num_recomputed_tokens += num_computed
-        self._add((EventKind.PAUSED, step, step, now, (num_computed,)))
+        self._add((EventKind.PAUSED, step, step, now, 0.0, (num_computed,)))
         self._begin_wait(WaitReason.CLIENT, step, now, None)
 
     def unpaused(self, step: int, now: float) -> None:
         """The client reads again; the request is queued."""
-        self._end_wait(step)
-        self._add((EventKind.CONTINUED, step, step, now, ()))
+        self._end_wait(step, now)
+        self._add((EventKind.CONTINUED, step, step, now, 0.0, ()))
         self._begin_wait(WaitReason.BEHIND_HEAD, step, now, None)
 
     def finished(self, step: int, now: float, num_computed: int, status: RequestStatus) -> None:
         """The request reached a final status."""
-        self._end_run(step, num_computed)
-        self._end_wait(step)
-        self._add((EventKind.FINISHED, step, step, now, (status.name,)))
-        self.end = (step, status)
+        self._end_run(step, now, num_computed)
+        self._end_wait(step, now)
+        self._add((EventKind.FINISHED, step, step, now, 0.0, (status.name,)))
+        self.end = (step, now, status)
 
     def explain(
-        self, step: int, status: RequestStatus, num_computed: int, queue_position: int | None
+        self,
+        step: int,
+        now: float,
+        status: RequestStatus,
+        num_computed: int,
+        queue_position: int | None,
     ) -> RequestExplanation:
-        """The history up to a step, including the current wait or run."""
+        """The history up to a step and a time, including the current wait or run."""
         waited = dict(self._steps_waited)
         entries = [*self._first_entries, *self._last_entries]
         num_granted = self.num_granted_tokens
-        wait = self._wait_until(step)
+        wait = self._wait_until(step, now)
         if wait is not None:
             entries.append(wait)
             waited[self._wait_reason] = waited.get(self._wait_reason, 0) + step - wait[1]
-        run = self._run_until(step, num_computed)
+        run = self._run_until(step, now, num_computed)
         if run is not None:
             entries.append(run)
-            num_granted += run[4][0]
+            num_granted += run[5][0]
         return RequestExplanation(
             request_id=self.request_id,
             status=status,
@@ -194,6 +230,9 @@ class History:
             num_events_left_out=(
                 self._num_entries - len(self._first_entries) - len(self._last_entries)
             ),
+            spent_s=self._clock.spent(now),
+            began=self._clock.began,
+            until=now,
         )
 
     def _add(self, entry: _Entry) -> None:
@@ -209,33 +248,38 @@ class History:
         self._wait_reason = reason
         self._wait = (step, now, 0, fact)
 
-    def _end_wait(self, step: int) -> None:
-        entry = self._wait_until(step)
-        if entry is not None:
+    def _end_wait(self, step: int, now: float) -> None:
+        entry = self._wait_until(step, now)
+        if entry is None and self._clock.stage is WaitReason.BEHIND_HEAD:
+            # The request was queued while a step ran, and the next step took it, or its head.
+            self._clock.stage = Stage.NEXT_STEP
+        elif entry is not None:
             reason = self._wait_reason
             self._steps_waited[reason] = self._steps_waited.get(reason, 0) + step - entry[1]
             self._add(entry)
         self._wait = None
 
-    def _wait_until(self, step: int) -> _Entry | None:
+    def _wait_until(self, step: int, now: float) -> _Entry | None:
         if self._wait is None or step <= self._wait[0]:
             return None
         first, time, position, fact = self._wait
-        return (EventKind.WAITED, first, step - 1, time, (self._wait_reason, fact, position))
+        facts = (self._wait_reason, fact, position)
+        return (EventKind.WAITED, first, step - 1, time, max(0.0, now - time), facts)
 
-    def _end_run(self, step: int, num_computed: int) -> None:
-        entry = self._run_until(step, num_computed)
+    def _end_run(self, step: int, now: float, num_computed: int) -> None:
+        entry = self._run_until(step, now, num_computed)
         if entry is not None:
-            self.num_granted_tokens += entry[4][0]
+            self.num_granted_tokens += entry[5][0]
             self._add(entry)
         self._admitted = None
 
-    def _run_until(self, step: int, num_computed: int) -> _Entry | None:
+    def _run_until(self, step: int, now: float, num_computed: int) -> _Entry | None:
         if self._admitted is None:
             return None
         first, time, num_cached = self._admitted
         facts = (max(num_computed - num_cached, 0), self.num_chunks, self.num_held_steps)
-        return (EventKind.SCHEDULED, first, max(step - 1, first), time, facts)
+        duration_s = max(0.0, now - time)
+        return (EventKind.SCHEDULED, first, max(step - 1, first), time, duration_s, facts)
 
 
 class Ledger:
@@ -258,16 +302,16 @@ class Ledger:
         if history is None:
             return None
         assert history.end is not None, f"{request_id} is kept and has not ended"
-        step, status = history.end
-        return history.explain(step, status, 0, None)
+        step, now, status = history.end
+        return history.explain(step, now, status, 0, None)
 
 
 def _event(entry: _Entry) -> HistoryEvent:
-    kind, first, last, time, facts = entry
+    kind, first, last, time, duration_s, facts = entry
     num_tokens = facts[0] if kind is EventKind.SCHEDULED else 0
     position = facts[2] if kind is EventKind.WAITED else None
     detail = _SENTENCES[kind](last - first + 1, *facts)
-    return HistoryEvent(first, last, kind, time, detail, num_tokens, position)
+    return HistoryEvent(first, last, kind, time, detail, num_tokens, position, duration_s)
 
 
 def _waited(num_steps: int, reason: WaitReason, fact: PassedOver | None, _position: int) -> str:

@@ -121,7 +121,8 @@ class NewRequest:
 
     key is the caller's number of the request, unique among live requests; outputs name it.
     prompt_token_ids and output_token_ids (generated under an earlier epoch) are [num_tokens]; the
-    core owns them from then on. deadline is on the clock of `now`.
+    core owns them from then on. deadline is on the clock of `now`. is_recovering: the request had
+    begun on a worker that was lost; only its history tells.
     """
 
     key: int
@@ -140,6 +141,7 @@ class NewRequest:
     needs_grammar: bool = False
     repetition: RepetitionLimit | None = None
     block_hashes: BlockHashes | None = None  # hashed ahead by the caller, wholly or in part
+    is_recovering: bool = False
 
 
 @dataclass(frozen=True, slots=True)

@@ -11,7 +11,7 @@ import numpy as np
 
 from scheduler.core.audit import BookAudit, RowTables, audit, row_tables
 from scheduler.core.batch import BatchColumns, StepBatch
-from scheduler.core.explain import RequestExplanation
+from scheduler.core.explain import History, RequestExplanation
 from scheduler.core.long_prefills import long_prefill_budget
 from scheduler.core.plan import (
     EMPTY_INT32,
@@ -33,6 +33,7 @@ from scheduler.core.plan import (
     WaitReason,
 )
 from scheduler.core.request import Request
+from scheduler.core.request_table import IntpArray
 from scheduler.core.running_pass import RunningPass
 from scheduler.core.state import Flight, SchedulerState
 from scheduler.core.update import OutputUpdate
@@ -49,6 +50,8 @@ class SchedulerCore:
         self._running_pass = RunningPass(self.state)
         self._waiting_pass = WaitingPass(self.state)
         self._update = OutputUpdate(self.state)
+        # Whether the last step left a prefill unfinished.
+        self._is_prefilling = True
 
     @property
     def num_running(self) -> int:
@@ -194,7 +197,7 @@ class SchedulerCore:
         columns = batch.columns()
         after = columns.num_computed + columns.num_scheduled
         plan = self._plan(batch, columns, after < columns.goals, expired)
-        self._advance(columns, after, plan.is_prefill_chunk)
+        self._advance(batch, columns, after, plan.is_prefill_chunk)
         return plan
 
     def update(self, result: StepResult, now: float) -> StepOutput:
@@ -211,31 +214,36 @@ class SchedulerCore:
         flight = self.state.flights[0]
         assert result.step_id == flight.step_id, f"step {result.step_id} is not {flight.step_id}"
         self.state.flights.popleft()
+        for history in flight.prefilled:
+            history.got_token(now)
         output = self._update.run(flight, result)
         if self.state.stale:
             self.state.forget_delivered()
         return output
 
-    def explain(self, request_id: str) -> RequestExplanation | None:
-        """A request's history; None if it is unknown or ended too long ago."""
+    def explain(self, request_id: str, now: float | None = None) -> RequestExplanation | None:
+        """A request's history up to now, or up to the last call; None if none is kept."""
         state = self.state
         for position, request in enumerate(state.queues):
             if request.request_id == request_id:
-                return self._explain(request, position)
+                return self._explain(request, now, position)
         for request in state.requests.values():
             if request.request_id == request_id:
-                return self._explain(request)
+                return self._explain(request, now)
         return state.ledger.ended(request_id)
 
-    def explain_live(self, key: int) -> RequestExplanation | None:
+    def explain_live(self, key: int, now: float) -> RequestExplanation | None:
         """The history of a live request; None if it is unknown or ended."""
         request = self.state.requests.get(key)
-        return None if request is None else self._explain(request)
+        return None if request is None else self._explain(request, now)
 
-    def _explain(self, request: Request, position: int | None = None) -> RequestExplanation:
+    def _explain(
+        self, request: Request, now: float | None, position: int | None = None
+    ) -> RequestExplanation:
         state = self.state
+        now = state.now if now is None else max(now, state.now)
         num_computed = state.table.num_computed.item(request.row) if request.row >= 0 else 0
-        return request.history.explain(state.step_id, request.status, num_computed, position)
+        return request.history.explain(state.step_id, now, request.status, num_computed, position)
 
     def update_drafts(
         self, keys: list[int], num_drafts: Int32Array, draft_token_ids: Int32Array
@@ -302,7 +310,9 @@ class SchedulerCore:
             facts=_facts(batch),
         )
 
-    def _advance(self, columns: BatchColumns, after: Int32Array, is_chunk: BoolArray) -> None:
+    def _advance(
+        self, batch: StepBatch, columns: BatchColumns, after: Int32Array, is_chunk: BoolArray
+    ) -> None:
         """Count scheduled tokens as computed, before the worker has run; `after` is the count."""
         state = self.state
         table = state.table
@@ -312,8 +322,12 @@ class SchedulerCore:
         if not len(rows):
             return
         table.num_computed[rows] = after
+        prefilled: tuple[History, ...] = ()
+        if batch.row_requests or self._is_prefilling:
+            prefilled = self._prefilled(batch, rows, is_chunk)
         table.is_prefill_chunk[rows] = is_chunk
-        if np.count_nonzero(is_chunk):
+        self._is_prefilling = bool(np.count_nonzero(is_chunk))
+        if self._is_prefilling:
             for row in rows[is_chunk].tolist():
                 table.request(row).history.num_chunks += 1
         if self.config.num_spec_tokens:
@@ -334,8 +348,19 @@ class SchedulerCore:
                 columns.num_scheduled,
                 is_chunk,
                 columns.num_drafts,
+                prefilled,
             )
         )
+
+    def _prefilled(
+        self, batch: StepBatch, rows: IntpArray, is_chunk: BoolArray
+    ) -> tuple[History, ...]:
+        """Histories of the requests whose prefill ends with this step; columns are the step's."""
+        table = self.state.table
+        is_prefilling = table.is_prefill_chunk.copy()
+        is_prefilling[[new.row for new in batch.row_requests]] = True
+        ends = rows[is_prefilling[rows] & ~is_chunk].tolist()
+        return tuple(table.request(row).history for row in ends)
 
     def audit(self, live_keys: Container[int] | None = None) -> BookAudit:
         """Walk the book of KV blocks; see `scheduler.core.audit`."""

@@ -44,6 +44,8 @@ class Flight:
     num_scheduled: Int32Array
     is_prefill_chunk: BoolArray
     num_drafts: Int32Array | None
+    # Of the requests whose prefill ends with this step.
+    prefilled: tuple[History, ...] = ()
 
 
 class SchedulerState:
@@ -75,7 +77,8 @@ class SchedulerState:
 
     def add(self, spec: NewRequest, now: float) -> None:
         """Queue a new request."""
-        history = History(spec.request_id, self.step_id, now, len(self.queues))
+        position, is_recovering = len(self.queues), spec.is_recovering
+        history = History(spec.request_id, self.step_id, now, position, is_recovering=is_recovering)
         request = Request(spec, self.config.block_size, history)
         if self.config.enable_prefix_caching:
             # Blocks that the caller has not hashed are hashed here, not within a step.

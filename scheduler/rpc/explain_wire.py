@@ -4,9 +4,12 @@ from collections.abc import Sequence
 
 from headrace.v1 import inference_pb2
 from scheduler.core.explain import EventKind, HistoryEvent, RequestExplanation
+from scheduler.core.plan import WaitReason
+from scheduler.core.time_spent import SpentBy, Stage
 from scheduler.past import MAX_EVENTS
 
 _MAX_DETAIL_CHARS = 500
+_STAGES = [stage for stage in Stage if stage is not Stage.NEXT_STEP]
 _KINDS = {kind.value: kind for kind in EventKind}
 
 
@@ -21,6 +24,7 @@ def history_of(messages: Sequence[inference_pb2.ExplainEvent]) -> tuple[HistoryE
             detail=message.detail[:_MAX_DETAIL_CHARS],
             num_tokens=message.num_tokens,
             queue_position=message.queue_position if message.HasField("queue_position") else None,
+            duration_s=message.duration_s,
         )
         for message in messages[-MAX_EVENTS:]
         if message.kind in _KINDS
@@ -40,6 +44,7 @@ def explain_response(explanation: RequestExplanation) -> inference_pb2.ExplainRe
                 num_tokens=event.num_tokens,
                 queue_position=event.queue_position,
                 time_unix_s=event.time,
+                duration_s=event.duration_s,
             )
             for event in explanation.events
         ],
@@ -50,4 +55,21 @@ def explain_response(explanation: RequestExplanation) -> inference_pb2.ExplainRe
         recomputed_tokens=explanation.num_recomputed_tokens,
         cached_tokens=explanation.num_cached_tokens,
         num_preemptions=explanation.num_preemptions,
+        breakdown=_breakdown(explanation.spent_s),
+        total_s=sum(explanation.spent_s.values()),
+        begin_time_unix_s=explanation.began,
     )
+
+
+def _breakdown(spent_s: SpentBy) -> list[inference_pb2.StageTime]:
+    """The stages that took any time, waits first."""
+    waits = [cause for cause in (*WaitReason, Stage.NEXT_STEP) if spent_s.get(cause)]
+    stages = [stage for stage in _STAGES if spent_s.get(stage)]
+    return [
+        *(_stage_time("WAIT", spent_s[cause], cause.name) for cause in waits),
+        *(_stage_time(stage.value, spent_s[stage]) for stage in stages),
+    ]
+
+
+def _stage_time(stage: str, seconds: float, cause: str = "") -> inference_pb2.StageTime:
+    return inference_pb2.StageTime(stage=stage, cause=cause, seconds=seconds)

@@ -296,8 +296,15 @@ class FakeInference(inference_pb2_grpc.InferenceServicer):
             last_step=5,
             detail="waited for 3 steps: needs 12 KV blocks, 7 free",
             queue_position=0,
-            time_unix_s=1.5,
+            time_unix_s=1.0005,
+            duration_s=0.002,
         )
+        response.begin_time_unix_s = 1.0
+        response.total_s = 0.01
+        response.breakdown.add(stage="QUEUE", seconds=0.006)
+        response.breakdown.add(stage="WAIT", cause="BLOCKS", seconds=0.004)
+        response.queued_with.add(num_requests=2, num_tokens=20)
+        response.queued_with.add(tenant="b", num_requests=1, num_tokens=30)
         response.steps_waited_by_cause["KV_BLOCKS"] = 3
         return response
 

@@ -5,6 +5,7 @@ from collections import deque
 from typing import Any, cast
 
 import numpy as np
+import pytest
 from hypothesis import HealthCheck, settings
 from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, initialize, invariant, precondition, rule
@@ -194,6 +195,9 @@ class SchedulerMachine(RuleBasedStateMachine):
             explanation = self.core.explain(f"r{key}")
             assert explanation is not None
             assert explanation.status.is_finished
+            spent_s, total_s = explanation.spent_s.values(), explanation.until - explanation.began
+            assert sum(spent_s) == pytest.approx(total_s), "the stages add up to the whole"
+            assert min(spent_s) >= 0
         if self.config.policy == "fcfs" and self.config.long_prefill_share == 1:
             in_order = [key for key in self.first_admissions if self.unblocked[key]]
             assert in_order == sorted(in_order), "somebody overtook under FCFS"

@@ -3,6 +3,7 @@
 import asyncio
 import os
 import signal
+from collections import Counter
 from collections.abc import AsyncIterator
 from pathlib import Path
 
@@ -13,6 +14,7 @@ import pytest_asyncio
 from headrace.client import HeadraceClient, Sampling
 from headrace.local import LocalConfig, LocalPool, local_pool
 from headrace.types import Completion
+from tests.headrace.time_spent import seconds_by_stage
 from tests.headrace.waiting import eventually, until
 
 pytestmark = [
@@ -109,7 +111,13 @@ async def test_the_end_of_a_service_changes_no_answer(
     await eventually(running.are_decoding)
     ended = running.pid(name)
     os.kill(ended, number)
-    assert [answer.outputs for answer in await asking] == undisturbed
+    answers = await asking
+    assert [answer.outputs for answer in answers] == undisturbed
+    told = [await running.client.explain(answer.request_id) for answer in answers]
+    spent = sum(map(seconds_by_stage, told), start=Counter())
+    assert min(spent["PREFILL"], spent["DECODE"]) > 0
+    if number == signal.SIGKILL and name not in {STORE, "router"}:
+        assert spent["RECOVERED"] > 0
     if name != STORE:
         await until(lambda: any(f"{name} is back after" in line for line in running.lines))
     assert running.pid(name) != ended

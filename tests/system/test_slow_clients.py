@@ -11,6 +11,7 @@ import grpc
 import grpc.aio
 import pytest
 
+from headrace.messages import to_explanation
 from headrace.service.errors import from_rpc_error
 from headrace.status.embedded import EmbeddedStore
 from headrace.status.states import Writer
@@ -18,6 +19,7 @@ from headrace.status.store import StatusStore
 from headrace.v1 import common_pb2, inference_pb2, inference_pb2_grpc
 from router.core.pauses import UnreadLimits
 from scheduler.config import SchedulerSettings
+from tests.headrace.time_spent import seconds_by_stage
 from tests.router.stack import running_stack
 from tests.router.tiny_models import byte_level_model
 from tests.scheduler.fake_gpuworker import FakeGpuWorker, expected_tokens
@@ -148,6 +150,9 @@ async def test_a_client_that_does_not_read_pauses_its_request_alone_and_loses_no
         kinds = [event.kind for event in all_of_it.scheduler.pool.explain("slow").events]
         names = [kind.name for kind in kinds]
         assert names.count("PAUSED") == names.count("CONTINUED") >= 1
+        told = inference_pb2.ExplainRequest(request_id="slow")
+        history = to_explanation(await all_of_it.stack.stub.Explain(told))
+        assert seconds_by_stage(history)["PAUSED"] > float(trailer["x-headrace-paused-s"]) / 2
 
 
 async def test_its_status_says_that_it_is_paused_and_how_it_ended():

@@ -23,6 +23,7 @@ from headrace.status.states import State, Writer
 from headrace.status.store import StatusStore
 from headrace.types import AbortResult
 from headrace.vocabulary import FinishReason
+from tests.headrace.time_spent import seconds_by_stage
 from tests.headrace.waiting import eventually
 
 pytestmark = [
@@ -128,6 +129,10 @@ async def test_requests_together_give_exactly_what_each_gives_alone(stack):
     assert [tokens for tokens, _ in together] == [tokens for tokens, _ in alone]
     explained = [await stack.client.explain(request_id) for _, request_id in together]
     assert sum(e.num_preemptions for e in explained) > 0, "the pool was meant to be too small"
+    for history in explained:
+        spent = seconds_by_stage(history)
+        assert ("PREEMPTED" in spent) == (history.num_preemptions > 0)
+        assert min(spent["TOKENIZE"], spent["PREFILL"], spent["OTHER"]) > 0
 
 
 async def test_aborting_by_call_ends_the_stream_and_frees_the_blocks(stack):

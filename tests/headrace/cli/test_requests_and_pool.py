@@ -52,7 +52,14 @@ def test_status_of_an_unknown_request_fails(headrace):
 
 def test_explain_shows_steps_and_sums(headrace):
     text = headrace("explain", "r1").stdout
-    assert "step 3-5          WAITED      place 1  waited for 3 steps: needs 12 KV blocks" in text
+    lines = text.splitlines()
+    assert lines[1].split("  WAITED")[0].split() == ["step", "3-5", "+0.5", "ms", "2.0", "ms"]
+    assert "WAITED     place 1  waited for 3 steps: needs 12 KV blocks" in lines[1]
+    assert [" ".join(line.split()) for line in lines[2:5]] == [
+        "total time 10.0 ms",
+        "router's queue 6.0 ms 60% with 3 requests, 50 tokens before: default 2 (20), b 1 (30)",
+        "wait for KV blocks 4.0 ms 40%",
+    ]
     assert "steps waited  3 for KV_BLOCKS" in text
     assert json.loads(headrace("explain", "r1", "--json").stdout)["recomputed_tokens"] == 12
 

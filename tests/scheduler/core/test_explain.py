@@ -87,7 +87,7 @@ def test_the_middle_of_a_long_timeline_is_left_out() -> None:
     reasons = (WaitReason.BUDGET, WaitReason.BLOCKS)
     for step in range(1, 201):
         history.passed_over(PassedOver(0, "r0", reasons[step % 2]), step, float(step))
-    explanation = history.explain(201, RequestStatus.WAITING, 0, 0)
+    explanation = history.explain(201, 201.0, RequestStatus.WAITING, 0, 0)
     # The last one is the wait that is going on.
     assert len(explanation.events) == MAX_FIRST_EVENTS + MAX_LAST_EVENTS + 1
     assert explanation.num_events_left_out == 201 - MAX_FIRST_EVENTS - MAX_LAST_EVENTS
