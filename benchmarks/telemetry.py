@@ -28,7 +28,9 @@ from benchmarks.deployment import deployment
 from benchmarks.turns import take_turns
 from headrace.service.metrics import Recorder
 from router.metrics import DURATION
-from scheduler.core.plan import NO_FACTS, StepPlan
+from scheduler.core.plan import NO_FACTS, SchedulerConfig, StepPlan
+from scheduler.core.scheduler import SchedulerCore
+from scheduler.in_flight import InFlight
 from scheduler.metrics import WorkerMeter
 from scheduler.updates import NO_DRAFTS
 
@@ -47,11 +49,21 @@ def counting() -> Result:
     """CPU microseconds of what is counted in one step of 64 decodes, and of one histogram value."""
     plan = _plan()
     meter, recorder = WorkerMeter(), Recorder(DURATION)
+    config = SchedulerConfig(
+        block_size=16,
+        num_gpu_blocks=1024,
+        max_model_len=1024,
+        max_num_batched_tokens=512,
+        max_num_seqs=_NUM_STREAMS,
+    )
+    core, keys = SchedulerCore(config), np.arange(_NUM_STREAMS)
+    request_ids = [f"request {key}" for key in keys]
+    flight = InFlight(plan, keys, 1.0, step=meter.sent(plan, core, 0, request_ids, 1.0))
 
     def step() -> None:
         meter.planned(plan)
-        meter.sent(plan, 512, 1.0)
-        meter.got_result(plan, 1.0, 1.02, _NUM_STREAMS, NO_DRAFTS, is_dry=True)
+        meter.sent(plan, core, 0, request_ids, 1.0)
+        meter.got_result(flight, 1.02, _NUM_STREAMS, NO_DRAFTS, 1e9, is_dry=True)
 
     labels = ("chat", "headrace", "model", "")
     us_per_step = _us_each(step)

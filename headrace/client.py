@@ -15,7 +15,7 @@ import random
 import time
 import uuid
 from collections import defaultdict
-from collections.abc import AsyncGenerator, AsyncIterator, Sequence
+from collections.abc import AsyncGenerator, AsyncIterator, Mapping, Sequence
 from contextlib import nullcontext
 from typing import Any, Self
 
@@ -28,6 +28,7 @@ from headrace.resuming import Received, ResumePolicy
 from headrace.service import telemetry
 from headrace.service.channels import ChannelConfig
 from headrace.service.errors import ServiceError
+from headrace.steps import QueuePage, StepBatch, WorkerSteps
 from headrace.stream import SERVICE, Ending, RequestStream, Tell
 from headrace.types import (
     AbortOutcome,
@@ -44,7 +45,7 @@ from headrace.types import (
     WorkerAudit,
     WorkerStatus,
 )
-from headrace.v1 import common_pb2, inference_pb2
+from headrace.v1 import common_pb2, inference_pb2, steps_pb2
 
 __all__ = [
     "ChannelConfig",
@@ -247,6 +248,41 @@ class HeadraceClient:
     async def _update_worker(self, worker_id: str, **changes: Any) -> WorkerStatus:
         request = inference_pb2.UpdateWorkerRequest(worker_id=worker_id, **changes)
         return messages.to_worker((await self._call("UpdateWorker", request)).worker)
+
+    async def watch_steps(
+        self, *, after: Mapping[str, int] | None = None, history_s: float = 0.0
+    ) -> AsyncGenerator[list[WorkerSteps], None]:
+        """Steps of all workers, about four lists a second; an empty one when nothing happens.
+
+        A stream that ends with a ServiceError goes on without a gap with the last position of each
+        worker as `after`.
+
+        Args:
+            after: the position, by worker_id, to go on from.
+            history_s: of other workers, the steps of the last so many seconds come first.
+        """
+        request = messages.watch_steps_request(after or {}, history_s)
+        router = self._routers.current
+        call = router.stub.WatchSteps(request, metadata=telemetry.outgoing_metadata())
+        try:
+            async with router.errors():
+                async for response in call:
+                    yield [messages.to_worker_steps(worker) for worker in response.workers]
+        except UnreachableError:
+            self._routers.leave(router)
+            raise
+        finally:
+            call.cancel()
+
+    async def step_batch(self, worker_id: str, position: int) -> StepBatch:
+        """The requests of one of a worker's latest steps."""
+        request = steps_pb2.GetStepBatchRequest(worker_id=worker_id, position=position)
+        return messages.to_step_batch(await self._call("GetStepBatch", request))
+
+    async def queue(self, *, offset: int = 0, limit: int = 100) -> QueuePage:
+        """Requests that wait in the schedulers and in the router, from the first 10,000."""
+        request = steps_pb2.ListQueueRequest(offset=offset, limit=limit)
+        return messages.to_queue_page(await self._call("ListQueue", request))
 
     async def _call(self, method: str, request: Any) -> Any:
         """One unary call, with errors mapped; part of the caller's trace if there is one."""

@@ -44,6 +44,10 @@ class LazyHeap(Generic[K, T]):
         """The items in order, those passed over included."""
         return (entry.item for entry in sorted(self._live.values()))
 
+    def smallest(self, max_num: int) -> list[T]:
+        """The first items in order, those passed over included."""
+        return [entry.item for entry in heapq.nsmallest(max_num, self._live.values())]
+
     def push(self, key: K, rank: Any, item: T) -> None:
         """Queue an item; its key must not be queued. Ranks of one heap can be compared."""
         assert key not in self._live, f"{key!r} is queued already"

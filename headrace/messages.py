@@ -1,11 +1,12 @@
 """Converts the client's types to messages and back."""
 
 import contextlib
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import fields
 
 from headrace.service.errors import invalid
 from headrace.service.protocol import FINISH_REASON
+from headrace.steps import QueuePage, StepBatch, StepRow, WaitingRequest, WorkerStep, WorkerSteps
 from headrace.types import (
     AbortOutcome,
     AbortResult,
@@ -25,7 +26,7 @@ from headrace.types import (
     WorkerAudit,
     WorkerStatus,
 )
-from headrace.v1 import common_pb2, inference_pb2
+from headrace.v1 import common_pb2, inference_pb2, steps_pb2
 
 Prompt = str | Sequence[int] | Sequence[ChatMessage]
 
@@ -215,6 +216,65 @@ def to_audit(a: common_pb2.WorkerAudit) -> WorkerAudit:
         num_requests=a.num_requests,
         num_compared_rows=a.num_compared_rows if a.HasField("num_compared_rows") else None,
         faults=tuple(a.faults),
+    )
+
+
+def watch_steps_request(after: Mapping[str, int], history_s: float) -> steps_pb2.WatchStepsRequest:
+    """Asks for the steps after a position of each worker."""
+    with naming("after or history_s"):
+        return steps_pb2.WatchStepsRequest(
+            after=[
+                steps_pb2.StepPosition(worker_id=worker_id, position=position)
+                for worker_id, position in after.items()
+            ],
+            history_s=history_s,
+        )
+
+
+def to_worker_steps(w: steps_pb2.WorkerSteps) -> WorkerSteps:
+    """New steps of a worker."""
+    return WorkerSteps(
+        worker_id=w.worker_id,
+        scheduler_id=w.scheduler_id,
+        model=w.model,
+        steps=tuple(map(_step, w.steps)),
+        has_gap=w.has_gap,
+    )
+
+
+def to_step_batch(r: steps_pb2.GetStepBatchResponse) -> StepBatch:
+    """The requests of a step."""
+    rows = tuple(
+        StepRow(
+            request_id=row.request_id,
+            num_tokens=row.num_tokens,
+            num_drafts=row.num_drafts,
+            num_computed_tokens=row.num_computed_tokens,
+            kind=steps_pb2.StepRow.Kind.Name(row.kind).removeprefix("KIND_").lower(),
+        )
+        for row in r.rows
+    )
+    return StepBatch(worker_id=r.worker_id, step=_step(r.step), rows=rows)
+
+
+def to_queue_page(r: steps_pb2.ListQueueResponse) -> QueuePage:
+    """Requests that wait."""
+    names = [field.name for field in fields(WaitingRequest)]
+    return QueuePage(
+        requests=tuple(WaitingRequest(**{n: getattr(q, n) for n in names}) for q in r.requests),
+        num_waiting=r.num_waiting,
+    )
+
+
+_STEP_FIELDS = tuple(
+    field.name for field in fields(WorkerStep) if field.name != "num_waiting_by_reason"
+)
+
+
+def _step(s: steps_pb2.Step) -> WorkerStep:
+    return WorkerStep(
+        num_waiting_by_reason=dict(s.num_waiting_by_reason),
+        **{name: getattr(s, name) for name in _STEP_FIELDS},
     )
 
 

@@ -7,7 +7,7 @@ the worker's stream; when the stream breaks, `take_requests` hands over the unfi
 
 import asyncio
 from collections import deque
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from functools import partial
 
 from headrace.service import telemetry
@@ -30,6 +30,7 @@ from scheduler.requests import FirstAdmission, LiveRequest, Submission
 from scheduler.rows import Rows
 from scheduler.switchboard import Switchboard
 from scheduler.updates import RequestEnd
+from scheduler.waiting import Waiting, waiting
 from scheduler.worker import (
     Draining,
     WorkerDrainedError,
@@ -121,6 +122,10 @@ class WorkerEngine:
     def num_waiting(self) -> int:
         """Requests without a row that are not paused, those in the inbox included."""
         return len(self._requests) - self._core.num_running - self._core.num_paused
+
+    def waiting(self) -> Iterator[Waiting]:
+        """The requests that hold no row; see `waiting`."""
+        return waiting(self._core, self._requests, self.meter.facts, self._info.worker_id)
 
     @property
     def kv_blocks(self) -> KvBlocks:
@@ -281,9 +286,10 @@ class WorkerEngine:
         now_s = asyncio.get_running_loop().time()
         if not self._in_flight:
             self._last_progress_s = now_s
-        self.meter.sent(plan, self._core.config.max_num_batched_tokens, now_s)
+        ids = self._rows.request_ids
+        step = self.meter.sent(plan, self._core, self.num_waiting, ids, now_s)
         keys, asking = self._rows.keys_in(plan), self._rows.asking_in(plan)
-        self._in_flight.append(InFlight(plan, keys, now_s, admissions, span, asking, audit))
+        self._in_flight.append(InFlight(plan, keys, now_s, admissions, span, asking, audit, step))
         self._switchboard.changes.notify()
         await self._stream.send(
             plan,
@@ -322,7 +328,8 @@ class WorkerEngine:
             self._auditor.end(flight.audit, result.audit)
         if flight.span is not None:
             flight.span.end()
-        output = self._core.update(result.step, self._clock())
+        now = self._clock()
+        output = self._core.update(result.step, now)
         logprobs = flight.new_logprobs(result, output, self._requests)
         # A request cancelled while the worker ran has been reported as ended.
         admissions = [
@@ -334,8 +341,7 @@ class WorkerEngine:
         ends = [self._end(facts, failures.get(facts.key, "")) for facts in output.finished]
         drafts = flight.draft_counts(output)
         num_tokens, is_dry = len(output.token_ids), not self._in_flight
-        times = (flight.sent_s, came_s)
-        self.meter.got_result(flight.plan, *times, num_tokens, drafts, is_dry=is_dry)
+        self.meter.got_result(flight, came_s, num_tokens, drafts, now, is_dry=is_dry)
         if len(output.keys) or ends or admissions:
             publish = partial(self._switchboard.publish, output, draft_counts=drafts)
             publish(ends=ends, admissions=admissions, logprobs=logprobs)

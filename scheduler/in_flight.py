@@ -9,6 +9,7 @@ from opentelemetry.trace import Span
 from scheduler.audit import OpenAudit
 from scheduler.core.plan import Int32Array, Int64Array, StepOutput, StepPlan, StepResult
 from scheduler.requests import FirstAdmission, LiveRequest, largest_id
+from scheduler.step_feed import OpenStep
 from scheduler.updates import NO_DRAFTS, NewLogprobs
 from scheduler.worker import RowLogprobs, WorkerLostError, WorkerResult, WorkerSpec
 
@@ -27,6 +28,7 @@ class InFlight:
         span: ends with the result; None when not traced.
         asking: requests that want log probabilities, by row.
         audit: answered with the result.
+        step: what the step feed keeps of it; None if the worker only forgets rows.
     """
 
     plan: StepPlan
@@ -36,6 +38,7 @@ class InFlight:
     span: Span | None = None
     asking: Mapping[int, LiveRequest] = field(default_factory=dict)
     audit: OpenAudit | None = None
+    step: OpenStep | None = None
 
     def check(self, result: WorkerResult, info: WorkerSpec) -> None:
         """Compare every field of a worker's result with the plan, before any of it is applied.

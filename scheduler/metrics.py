@@ -1,7 +1,7 @@
 """The scheduler's metrics: what each is, how steps are counted, and how all are read at once."""
 
 from collections import Counter
-from collections.abc import Iterable, Iterator
+from collections.abc import Iterable, Iterator, Sequence
 from typing import TYPE_CHECKING
 
 import numpy as np
@@ -20,10 +20,13 @@ from headrace.service.metrics import (
 from headrace.status import metrics as store_metrics
 from headrace.status.store import StatusStore
 from headrace.vocabulary import WorkerState
-from scheduler.core.plan import NO_FACTS, Int32Array, RequestStatus, StepFacts, StepPlan, WaitReason
+from scheduler.core.plan import NO_FACTS, Int32Array, RequestStatus, StepFacts, StepPlan
+from scheduler.core.scheduler import SchedulerCore
+from scheduler.step_feed import WAIT_REASONS, OpenStep, StepFeed, waiting_by_reason
 
 if TYPE_CHECKING:
     from scheduler.engine import WorkerEngine
+    from scheduler.in_flight import InFlight
     from scheduler.pool import Pool
     from scheduler.request_log import RequestLog
 
@@ -182,6 +185,7 @@ class WorkerMeter:
         self.duration = Recorder(STEP_DURATION)
         self.gap = Recorder(STEP_GAP)
         self.facts: StepFacts = NO_FACTS
+        self.steps = StepFeed()
         # When the last result came, and whether no plan is in flight since.
         self._last_result_s = 0.0
         self._is_dry = False
@@ -201,13 +205,30 @@ class WorkerMeter:
                     self.num_queried_tokens += num_tokens.get(admission.key, 0)
                     self.num_hit_tokens += admission.num_cached_tokens
 
-    def sent(self, plan: StepPlan, token_budget: int, now_s: float) -> None:
-        """A plan goes to the worker; now_s on the event loop's clock."""
+    def sent(
+        self,
+        plan: StepPlan,
+        core: SchedulerCore,
+        num_waiting: int,
+        request_ids: Sequence[str],
+        now_s: float,
+    ) -> OpenStep | None:
+        """A plan goes to the worker; None: the worker only forgets rows.
+
+        Args:
+            plan: what is sent.
+            core: what has planned it.
+            num_waiting: requests without a row that are not paused.
+            request_ids: [max_num_seqs] the request of each row.
+            now_s: on the event loop's clock.
+        """
+        gap_s = 0.0
         if self._is_dry:
             self._is_dry = False
-            self.gap.record(now_s - self._last_result_s)
+            gap_s = now_s - self._last_result_s
+            self.gap.record(gap_s)
         if not plan.num_reqs:
-            return  # the worker only forgets rows
+            return None
         # A row that samples advances by one token, its drafts, and the rest of its prefill.
         num_scheduled = plan.num_scheduled_tokens
         num_all, num_drafts = int(num_scheduled.sum()), 0
@@ -216,25 +237,40 @@ class WorkerMeter:
             num_drafts = int(plan.num_draft_tokens.sum())
             own = num_scheduled - plan.num_draft_tokens
         num_decode = int(np.count_nonzero((own == 1) & ~plan.is_prefill_chunk))
+        num_prefill = num_all - num_decode - num_drafts
+        num_idle = core.config.max_num_batched_tokens - num_all
         by_use = self.num_tokens_by_use
         by_use["decode"] += num_decode
         by_use["speculative"] += num_drafts
-        by_use["prefill"] += num_all - num_decode - num_drafts
-        by_use["idle"] += token_budget - num_all
+        by_use["prefill"] += num_prefill
+        by_use["idle"] += num_idle
+        return OpenStep(
+            (num_prefill, num_decode, num_drafts, num_idle),
+            gap_s,
+            core.num_running,
+            waiting_by_reason(plan.facts, num_waiting, core.num_paused),
+            core.kv_blocks,
+            request_ids,
+        )
 
     def got_result(
         self,
-        plan: StepPlan,
-        sent_s: float,
+        flight: "InFlight",
         came_s: float,
         num_tokens: int,
         drafts: Int32Array,
+        now_unix_s: float,
         *,
         is_dry: bool,
     ) -> None:
-        """A plan's result was applied; is_dry: no other plan is in flight."""
-        if plan.num_reqs:
-            self.duration.record(came_s - max(sent_s, self._last_result_s))
+        """A plan's result, which came at came_s on the event loop's clock, was applied.
+
+        is_dry: no other plan is in flight.
+        """
+        if flight.step is not None:
+            duration_s = came_s - max(flight.sent_s, self._last_result_s)
+            self.duration.record(duration_s)
+            self.steps.add(flight.step, flight.plan, duration_s, num_tokens, now_unix_s)
         self._last_result_s, self._is_dry = came_s, is_dry
         self.num_generated_tokens += num_tokens
         if len(drafts):
@@ -304,8 +340,9 @@ def _now(workers: Iterable[_Worker]) -> Iterator[Reading]:
         if engine is None:
             continue
         running[key] = engine.num_running
-        for reason, count in _waiting(engine, meter.facts).items():
-            waiting[*key, reason] = count
+        counts = waiting_by_reason(meter.facts, engine.num_waiting, engine.num_paused)
+        for reason, count in zip(WAIT_REASONS, counts, strict=True):
+            waiting[*key, reason.name.lower()] = count
         kv = engine.kv_blocks
         blocks[*key, "requests"] = kv.num_held
         blocks[*key, "prefix_cache"] = kv.num_cached
@@ -313,15 +350,3 @@ def _now(workers: Iterable[_Worker]) -> Iterator[Reading]:
     yield RUNNING, running
     yield WAITING, waiting
     yield KV_BLOCKS, blocks
-
-
-def _waiting(engine: "WorkerEngine", facts: StepFacts) -> dict[str, int]:
-    """Requests without a row by reason; those that no step has looked at are behind the head."""
-    counts = dict.fromkeys((reason.name.lower() for reason in WaitReason), 0)
-    num_left = engine.num_waiting
-    for fact in facts.passed_over[:num_left]:
-        counts[fact.reason.name.lower()] += 1
-        num_left -= 1
-    counts[WaitReason.BEHIND_HEAD.name.lower()] += num_left
-    counts[WaitReason.CLIENT.name.lower()] += engine.num_paused
-    return counts

@@ -6,7 +6,7 @@ lost. Requests of a lost worker are stranded (see `stranded`) until another work
 
 import asyncio
 import logging
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import replace
 from functools import partial
 
@@ -22,9 +22,11 @@ from scheduler.managed import ManagedWorker, WorkerLoad
 from scheduler.past import joined
 from scheduler.quarantine import Quarantine
 from scheduler.requests import NO_ROUTER, LiveRequest, Submission
+from scheduler.step_feed import StepFeed
 from scheduler.stranded import StrandedRequests
 from scheduler.switchboard import Switchboard
 from scheduler.updates import NotTaken
+from scheduler.waiting import Waiting
 from scheduler.worker import (
     WorkerConnector,
     WorkerDrainedError,
@@ -187,6 +189,21 @@ class Pool:
     def workers(self) -> Sequence[ManagedWorker]:
         """All workers; only their tasks change them."""
         return self._workers
+
+    def waiting(self) -> Iterator[Waiting]:
+        """The requests that hold no row of a worker: of each worker in order, then the others."""
+        for worker in self._by_id():
+            if worker.engine is not None:
+                yield from worker.engine.waiting()
+        yield from self._stranded.waiting()
+
+    def step_feeds(self) -> list[tuple[WorkerSpec, StepFeed]]:
+        """The steps of every worker that was described once, in order of worker_id."""
+        return [(w.info, w.meter.steps) for w in self._by_id() if w.info is not None]
+
+    def _by_id(self) -> list[ManagedWorker]:
+        described = [(w.info.worker_id, w) for w in self._workers if w.info is not None]
+        return [worker for _, worker in sorted(described, key=lambda pair: pair[0])]
 
     @property
     def num_stranded(self) -> int:

@@ -128,6 +128,11 @@ class LiveRequest:
     has_sent_prompt_logprobs: bool = False
 
     @property
+    def num_tokens(self) -> int:
+        """Tokens that the owner starts from."""
+        return len(self.submission.prompt_token_ids) + len(self.generated_token_ids)
+
+    @property
     def is_traced(self) -> bool:
         return bool(self.submission.traceparent)
 

@@ -15,6 +15,8 @@ class Rows:
         """requests: the engine's, by key; the engine keeps them current."""
         self._requests = requests
         self._key_by_row: Int64Array = np.zeros(num_rows, dtype=np.int64)
+        # The request id of each row, as a new list whenever rows are assigned.
+        self.request_ids: list[str] = [""] * num_rows
         # Requests in rows that want log probabilities, by row.
         self._asking: dict[int, LiveRequest] = {}
 
@@ -23,7 +25,10 @@ class Rows:
         for row in plan.freed_rows.tolist():
             self._asking.pop(row, None)
         placed = []
+        if plan.row_requests:
+            self.request_ids = self.request_ids.copy()
         for row_request in plan.row_requests:
+            self.request_ids[row_request.row] = row_request.request_id
             self._key_by_row[row_request.row] = row_request.key
             request = self._requests[row_request.key]
             # The prompt is computed from its first token again, with its log probabilities.

@@ -1,7 +1,7 @@
 """Requests whose worker is lost, until another worker takes them or their time is up."""
 
 import asyncio
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from dataclasses import dataclass, replace
 
 from headrace.vocabulary import RefusalReason
@@ -14,6 +14,7 @@ from scheduler.past import nothing
 from scheduler.requests import NO_ROUTER, LiveRequest
 from scheduler.switchboard import Switchboard
 from scheduler.updates import NotTaken, RequestEnd
+from scheduler.waiting import NO_WORKER, Waiting
 
 _CHECK_S = 0.1
 
@@ -47,6 +48,11 @@ class StrandedRequests:
 
     def __len__(self) -> int:
         return len(self._requests)
+
+    def waiting(self) -> Iterator[Waiting]:
+        """The requests, oldest first."""
+        for stranded in self._requests.values():
+            yield Waiting(stranded.request, NO_WORKER, stranded.request.num_tokens)
 
     def add(self, request: LiveRequest) -> None:
         """Own a request until `reassign` finds an engine."""

@@ -4,6 +4,7 @@ import grpc
 import warnings
 
 from headrace.v1 import inference_pb2 as headrace_dot_v1_dot_inference__pb2
+from headrace.v1 import steps_pb2 as headrace_dot_v1_dot_steps__pb2
 
 GRPC_GENERATED_VERSION = '1.85.1'
 GRPC_VERSION = grpc.__version__
@@ -80,6 +81,21 @@ class InferenceStub:
                 request_serializer=headrace_dot_v1_dot_inference__pb2.UpdateWorkerRequest.SerializeToString,
                 response_deserializer=headrace_dot_v1_dot_inference__pb2.UpdateWorkerResponse.FromString,
                 _registered_method=True)
+        self.WatchSteps = channel.unary_stream(
+                '/headrace.v1.Inference/WatchSteps',
+                request_serializer=headrace_dot_v1_dot_steps__pb2.WatchStepsRequest.SerializeToString,
+                response_deserializer=headrace_dot_v1_dot_steps__pb2.WatchStepsResponse.FromString,
+                _registered_method=True)
+        self.GetStepBatch = channel.unary_unary(
+                '/headrace.v1.Inference/GetStepBatch',
+                request_serializer=headrace_dot_v1_dot_steps__pb2.GetStepBatchRequest.SerializeToString,
+                response_deserializer=headrace_dot_v1_dot_steps__pb2.GetStepBatchResponse.FromString,
+                _registered_method=True)
+        self.ListQueue = channel.unary_unary(
+                '/headrace.v1.Inference/ListQueue',
+                request_serializer=headrace_dot_v1_dot_steps__pb2.ListQueueRequest.SerializeToString,
+                response_deserializer=headrace_dot_v1_dot_steps__pb2.ListQueueResponse.FromString,
+                _registered_method=True)
 
 
 class InferenceServicer:
@@ -155,6 +171,27 @@ class InferenceServicer:
         context.set_details('Method not implemented!')
         raise NotImplementedError('Method not implemented!')
 
+    def WatchSteps(self, request, context):
+        """The steps of all workers, while the call is open.
+        """
+        context.set_code(grpc.StatusCode.UNIMPLEMENTED)
+        context.set_details('Method not implemented!')
+        raise NotImplementedError('Method not implemented!')
+
+    def GetStepBatch(self, request, context):
+        """The requests of one of the last steps of a worker.
+        """
+        context.set_code(grpc.StatusCode.UNIMPLEMENTED)
+        context.set_details('Method not implemented!')
+        raise NotImplementedError('Method not implemented!')
+
+    def ListQueue(self, request, context):
+        """The requests that wait, in this router and in its schedulers.
+        """
+        context.set_code(grpc.StatusCode.UNIMPLEMENTED)
+        context.set_details('Method not implemented!')
+        raise NotImplementedError('Method not implemented!')
+
 
 def add_InferenceServicer_to_server(servicer, server):
     rpc_method_handlers = {
@@ -202,6 +239,21 @@ def add_InferenceServicer_to_server(servicer, server):
                     servicer.UpdateWorker,
                     request_deserializer=headrace_dot_v1_dot_inference__pb2.UpdateWorkerRequest.FromString,
                     response_serializer=headrace_dot_v1_dot_inference__pb2.UpdateWorkerResponse.SerializeToString,
+            ),
+            'WatchSteps': grpc.unary_stream_rpc_method_handler(
+                    servicer.WatchSteps,
+                    request_deserializer=headrace_dot_v1_dot_steps__pb2.WatchStepsRequest.FromString,
+                    response_serializer=headrace_dot_v1_dot_steps__pb2.WatchStepsResponse.SerializeToString,
+            ),
+            'GetStepBatch': grpc.unary_unary_rpc_method_handler(
+                    servicer.GetStepBatch,
+                    request_deserializer=headrace_dot_v1_dot_steps__pb2.GetStepBatchRequest.FromString,
+                    response_serializer=headrace_dot_v1_dot_steps__pb2.GetStepBatchResponse.SerializeToString,
+            ),
+            'ListQueue': grpc.unary_unary_rpc_method_handler(
+                    servicer.ListQueue,
+                    request_deserializer=headrace_dot_v1_dot_steps__pb2.ListQueueRequest.FromString,
+                    response_serializer=headrace_dot_v1_dot_steps__pb2.ListQueueResponse.SerializeToString,
             ),
     }
     generic_handler = grpc.method_handlers_generic_handler(
@@ -448,6 +500,87 @@ class Inference:
             '/headrace.v1.Inference/UpdateWorker',
             headrace_dot_v1_dot_inference__pb2.UpdateWorkerRequest.SerializeToString,
             headrace_dot_v1_dot_inference__pb2.UpdateWorkerResponse.FromString,
+            options,
+            channel_credentials,
+            insecure,
+            call_credentials,
+            compression,
+            wait_for_ready,
+            timeout,
+            metadata,
+            _registered_method=True)
+
+    @staticmethod
+    def WatchSteps(request,
+            target,
+            options=(),
+            channel_credentials=None,
+            call_credentials=None,
+            insecure=False,
+            compression=None,
+            wait_for_ready=None,
+            timeout=None,
+            metadata=None):
+        return grpc.experimental.unary_stream(
+            request,
+            target,
+            '/headrace.v1.Inference/WatchSteps',
+            headrace_dot_v1_dot_steps__pb2.WatchStepsRequest.SerializeToString,
+            headrace_dot_v1_dot_steps__pb2.WatchStepsResponse.FromString,
+            options,
+            channel_credentials,
+            insecure,
+            call_credentials,
+            compression,
+            wait_for_ready,
+            timeout,
+            metadata,
+            _registered_method=True)
+
+    @staticmethod
+    def GetStepBatch(request,
+            target,
+            options=(),
+            channel_credentials=None,
+            call_credentials=None,
+            insecure=False,
+            compression=None,
+            wait_for_ready=None,
+            timeout=None,
+            metadata=None):
+        return grpc.experimental.unary_unary(
+            request,
+            target,
+            '/headrace.v1.Inference/GetStepBatch',
+            headrace_dot_v1_dot_steps__pb2.GetStepBatchRequest.SerializeToString,
+            headrace_dot_v1_dot_steps__pb2.GetStepBatchResponse.FromString,
+            options,
+            channel_credentials,
+            insecure,
+            call_credentials,
+            compression,
+            wait_for_ready,
+            timeout,
+            metadata,
+            _registered_method=True)
+
+    @staticmethod
+    def ListQueue(request,
+            target,
+            options=(),
+            channel_credentials=None,
+            call_credentials=None,
+            insecure=False,
+            compression=None,
+            wait_for_ready=None,
+            timeout=None,
+            metadata=None):
+        return grpc.experimental.unary_unary(
+            request,
+            target,
+            '/headrace.v1.Inference/ListQueue',
+            headrace_dot_v1_dot_steps__pb2.ListQueueRequest.SerializeToString,
+            headrace_dot_v1_dot_steps__pb2.ListQueueResponse.FromString,
             options,
             channel_credentials,
             insecure,

@@ -10,6 +10,7 @@ retry carry a google.rpc.RetryInfo too.
 from collections import abc as _abc
 from grpc import aio as _aio
 from headrace.v1 import inference_pb2 as _inference_pb2
+from headrace.v1 import steps_pb2 as _steps_pb2
 import abc as _abc_1
 import grpc as _grpc
 import sys
@@ -64,6 +65,12 @@ class InferenceStub:
     """Takes a worker out of use, puts it back, or sets its role. NOT_FOUND, reason UNKNOWN_WORKER: no
     scheduler of this router reports the worker.
     """
+    WatchSteps: _grpc.UnaryStreamMultiCallable[_steps_pb2.WatchStepsRequest, _steps_pb2.WatchStepsResponse]
+    """The steps of all workers, while the call is open."""
+    GetStepBatch: _grpc.UnaryUnaryMultiCallable[_steps_pb2.GetStepBatchRequest, _steps_pb2.GetStepBatchResponse]
+    """The requests of one of the last steps of a worker."""
+    ListQueue: _grpc.UnaryUnaryMultiCallable[_steps_pb2.ListQueueRequest, _steps_pb2.ListQueueResponse]
+    """The requests that wait, in this router and in its schedulers."""
 
 @_typing.type_check_only
 class InferenceAsyncStub(InferenceStub):
@@ -97,6 +104,12 @@ class InferenceAsyncStub(InferenceStub):
     """Takes a worker out of use, puts it back, or sets its role. NOT_FOUND, reason UNKNOWN_WORKER: no
     scheduler of this router reports the worker.
     """
+    WatchSteps: _aio.UnaryStreamMultiCallable[_steps_pb2.WatchStepsRequest, _steps_pb2.WatchStepsResponse]  # type: ignore[assignment]
+    """The steps of all workers, while the call is open."""
+    GetStepBatch: _aio.UnaryUnaryMultiCallable[_steps_pb2.GetStepBatchRequest, _steps_pb2.GetStepBatchResponse]  # type: ignore[assignment]
+    """The requests of one of the last steps of a worker."""
+    ListQueue: _aio.UnaryUnaryMultiCallable[_steps_pb2.ListQueueRequest, _steps_pb2.ListQueueResponse]  # type: ignore[assignment]
+    """The requests that wait, in this router and in its schedulers."""
 
 class InferenceServicer(metaclass=_abc_1.ABCMeta):
     """Generation, and the state of requests and of the pool."""
@@ -181,5 +194,29 @@ class InferenceServicer(metaclass=_abc_1.ABCMeta):
         """Takes a worker out of use, puts it back, or sets its role. NOT_FOUND, reason UNKNOWN_WORKER: no
         scheduler of this router reports the worker.
         """
+
+    @_abc_1.abstractmethod
+    def WatchSteps(
+        self,
+        request: _steps_pb2.WatchStepsRequest,
+        context: _ServicerContext,
+    ) -> _typing.Union[_abc.Iterator[_steps_pb2.WatchStepsResponse], _abc.AsyncIterator[_steps_pb2.WatchStepsResponse]]:
+        """The steps of all workers, while the call is open."""
+
+    @_abc_1.abstractmethod
+    def GetStepBatch(
+        self,
+        request: _steps_pb2.GetStepBatchRequest,
+        context: _ServicerContext,
+    ) -> _typing.Union[_steps_pb2.GetStepBatchResponse, _abc.Awaitable[_steps_pb2.GetStepBatchResponse]]:
+        """The requests of one of the last steps of a worker."""
+
+    @_abc_1.abstractmethod
+    def ListQueue(
+        self,
+        request: _steps_pb2.ListQueueRequest,
+        context: _ServicerContext,
+    ) -> _typing.Union[_steps_pb2.ListQueueResponse, _abc.Awaitable[_steps_pb2.ListQueueResponse]]:
+        """The requests that wait, in this router and in its schedulers."""
 
 def add_InferenceServicer_to_server(servicer: InferenceServicer, server: _typing.Union[_grpc.Server, _aio.Server]) -> None: ...

@@ -24,45 +24,46 @@ _sym_db = _symbol_database.Default()
 
 from headrace.v1 import common_pb2 as headrace_dot_v1_dot_common__pb2
 from headrace.v1 import inference_pb2 as headrace_dot_v1_dot_inference__pb2
+from headrace.v1 import steps_pb2 as headrace_dot_v1_dot_steps__pb2
 
 
-DESCRIPTOR = _descriptor_pool.Default().AddSerializedFile(b'\n\x1bheadrace/v1/scheduler.proto\x12\x0bheadrace.v1\x1a\x18headrace/v1/common.proto\x1a\x1bheadrace/v1/inference.proto\"\xc8\x01\n\rRouterMessage\x12!\n\x05hello\x18\x01 \x01(\x0b\x32\x12.headrace.v1.Hello\x12,\n\x0bsubmissions\x18\x02 \x03(\x0b\x32\x17.headrace.v1.Submission\x12\x30\n\rcancellations\x18\x03 \x03(\x0b\x32\x19.headrace.v1.Cancellation\x12\"\n\x06pauses\x18\x04 \x03(\x0b\x32\x12.headrace.v1.Pause\x12\x10\n\x08released\x18\x05 \x03(\r\"+\n\x05Hello\x12\x11\n\trouter_id\x18\x01 \x01(\t\x12\x0f\n\x07version\x18\x02 \x01(\t\"\xf4\x02\n\nSubmission\x12\x0e\n\x06handle\x18\x01 \x01(\r\x12\x12\n\nrequest_id\x18\x02 \x01(\t\x12\r\n\x05\x65poch\x18\x03 \x01(\x04\x12\x11\n\tworker_id\x18\x04 \x01(\t\x12\r\n\x05model\x18\x05 \x01(\t\x12\x18\n\x10prompt_token_ids\x18\x06 \x01(\x0c\x12\x1b\n\x13generated_token_ids\x18\x07 \x01(\x0c\x12-\n\x08sampling\x18\x08 \x01(\x0b\x32\x1b.headrace.v1.SamplingParams\x12\x10\n\x08priority\x18\t \x01(\x05\x12\x1b\n\x13\x61rrival_time_unix_s\x18\n \x01(\x01\x12\x17\n\x0f\x64\x65\x61\x64line_unix_s\x18\x0b \x01(\x01\x12\x12\n\ncache_salt\x18\x0c \x01(\t\x12\x0e\n\x06tenant\x18\r \x01(\t\x12\x13\n\x0btraceparent\x18\x0e \x01(\t\x12*\n\x07history\x18\x0f \x03(\x0b\x32\x19.headrace.v1.ExplainEvent\"Y\n\x0c\x43\x61ncellation\x12\x0e\n\x06handle\x18\x01 \x01(\r\x12)\n\x06reason\x18\x02 \x01(\x0e\x32\x19.headrace.v1.CancelReason\x12\x0e\n\x06\x64\x65tail\x18\x03 \x01(\t\"\'\n\x05Pause\x12\x0e\n\x06handle\x18\x01 \x01(\r\x12\x0e\n\x06paused\x18\x02 \x01(\x08\"\x87\x01\n\x10SchedulerMessage\x12,\n\x0bstep_update\x18\x01 \x01(\x0b\x32\x17.headrace.v1.StepUpdate\x12&\n\x08refusals\x18\x02 \x03(\x0b\x32\x14.headrace.v1.Refusal\x12\r\n\x05moved\x18\x03 \x03(\r\x12\x0e\n\x06\x61\x62orts\x18\x04 \x03(\t\"\xe0\x01\n\nStepUpdate\x12\x0f\n\x07handles\x18\x01 \x01(\x0c\x12\x16\n\x0enum_new_tokens\x18\x02 \x01(\x0c\x12\x11\n\ttoken_ids\x18\x03 \x01(\x0c\x12\'\n\x08\x66inished\x18\x04 \x03(\x0b\x32\x15.headrace.v1.Finished\x12\'\n\x08\x61\x64mitted\x18\x05 \x03(\x0b\x32\x15.headrace.v1.Admitted\x12.\n\x08logprobs\x18\x06 \x03(\x0b\x32\x1c.headrace.v1.RequestLogprobs\x12\x14\n\x0c\x64raft_counts\x18\x07 \x01(\x0c\"\x9d\x01\n\x08\x46inished\x12\x0e\n\x06handle\x18\x01 \x01(\r\x12)\n\x06reason\x18\x02 \x01(\x0e\x32\x19.headrace.v1.FinishReason\x12\x1a\n\rstop_token_id\x18\x03 \x01(\rH\x00\x88\x01\x01\x12\x0f\n\x07message\x18\x04 \x01(\t\x12\x17\n\x0fnum_preemptions\x18\x05 \x01(\rB\x10\n\x0e_stop_token_id\"]\n\x08\x41\x64mitted\x12\x0e\n\x06handle\x18\x01 \x01(\r\x12\x19\n\x11num_cached_tokens\x18\x02 \x01(\r\x12\x13\n\x0btime_unix_s\x18\x03 \x01(\x01\x12\x11\n\tworker_id\x18\x04 \x01(\t\"\x80\x01\n\x0fRequestLogprobs\x12\x0e\n\x06handle\x18\x01 \x01(\r\x12*\n\x06tokens\x18\x02 \x03(\x0b\x32\x1a.headrace.v1.TokenLogprobs\x12\x31\n\rprompt_tokens\x18\x03 \x03(\x0b\x32\x1a.headrace.v1.TokenLogprobs\"e\n\x07Refusal\x12\x0e\n\x06handle\x18\x01 \x01(\r\x12*\n\x06reason\x18\x02 \x01(\x0e\x32\x1a.headrace.v1.RefusalReason\x12\x0f\n\x07message\x18\x03 \x01(\t\x12\r\n\x05\x66ield\x18\x04 \x01(\t\"\x12\n\x10WatchPoolRequest\"\x82\x01\n\x0cPoolSnapshot\x12\x14\n\x0cscheduler_id\x18\x01 \x01(\t\x12$\n\x07workers\x18\x02 \x03(\x0b\x32\x13.headrace.v1.Worker\x12\x10\n\x08\x64raining\x18\x03 \x01(\x08\x12\x0f\n\x07version\x18\x04 \x01(\t\x12\x13\n\x0btime_unix_s\x18\x05 \x01(\x01*\x83\x01\n\x0c\x43\x61ncelReason\x12\x1d\n\x19\x43\x41NCEL_REASON_UNSPECIFIED\x10\x00\x12\x19\n\x15\x43\x41NCEL_REASON_ABORTED\x10\x01\x12\x1d\n\x19\x43\x41NCEL_REASON_STOP_STRING\x10\x02\x12\x1a\n\x16\x43\x41NCEL_REASON_DEADLINE\x10\x03*\xe1\x01\n\rRefusalReason\x12\x1e\n\x1aREFUSAL_REASON_UNSPECIFIED\x10\x00\x12\x1c\n\x18REFUSAL_REASON_NO_WORKER\x10\x01\x12\x1e\n\x1aREFUSAL_REASON_WORKER_LOST\x10\x02\x12\x1b\n\x17REFUSAL_REASON_TOO_LONG\x10\x03\x12\x1b\n\x17REFUSAL_REASON_DRAINING\x10\x04\x12\x1c\n\x18REFUSAL_REASON_DUPLICATE\x10\x05\x12\x1a\n\x16REFUSAL_REASON_INVALID\x10\x06\x32\xc1\x03\n\tScheduler\x12H\n\x07\x43onnect\x12\x1a.headrace.v1.RouterMessage\x1a\x1d.headrace.v1.SchedulerMessage(\x01\x30\x01\x12G\n\tWatchPool\x12\x1d.headrace.v1.WatchPoolRequest\x1a\x19.headrace.v1.PoolSnapshot0\x01\x12\x44\n\x07\x45xplain\x12\x1b.headrace.v1.ExplainRequest\x1a\x1c.headrace.v1.ExplainResponse\x12>\n\x05\x41\x62ort\x12\x19.headrace.v1.AbortRequest\x1a\x1a.headrace.v1.AbortResponse\x12\x46\n\x05\x41udit\x12\x1d.headrace.v1.AuditPoolRequest\x1a\x1e.headrace.v1.AuditPoolResponse\x12S\n\x0cUpdateWorker\x12 .headrace.v1.UpdateWorkerRequest\x1a!.headrace.v1.UpdateWorkerResponseb\x06proto3')
+DESCRIPTOR = _descriptor_pool.Default().AddSerializedFile(b'\n\x1bheadrace/v1/scheduler.proto\x12\x0bheadrace.v1\x1a\x18headrace/v1/common.proto\x1a\x1bheadrace/v1/inference.proto\x1a\x17headrace/v1/steps.proto\"\xc8\x01\n\rRouterMessage\x12!\n\x05hello\x18\x01 \x01(\x0b\x32\x12.headrace.v1.Hello\x12,\n\x0bsubmissions\x18\x02 \x03(\x0b\x32\x17.headrace.v1.Submission\x12\x30\n\rcancellations\x18\x03 \x03(\x0b\x32\x19.headrace.v1.Cancellation\x12\"\n\x06pauses\x18\x04 \x03(\x0b\x32\x12.headrace.v1.Pause\x12\x10\n\x08released\x18\x05 \x03(\r\"+\n\x05Hello\x12\x11\n\trouter_id\x18\x01 \x01(\t\x12\x0f\n\x07version\x18\x02 \x01(\t\"\xf4\x02\n\nSubmission\x12\x0e\n\x06handle\x18\x01 \x01(\r\x12\x12\n\nrequest_id\x18\x02 \x01(\t\x12\r\n\x05\x65poch\x18\x03 \x01(\x04\x12\x11\n\tworker_id\x18\x04 \x01(\t\x12\r\n\x05model\x18\x05 \x01(\t\x12\x18\n\x10prompt_token_ids\x18\x06 \x01(\x0c\x12\x1b\n\x13generated_token_ids\x18\x07 \x01(\x0c\x12-\n\x08sampling\x18\x08 \x01(\x0b\x32\x1b.headrace.v1.SamplingParams\x12\x10\n\x08priority\x18\t \x01(\x05\x12\x1b\n\x13\x61rrival_time_unix_s\x18\n \x01(\x01\x12\x17\n\x0f\x64\x65\x61\x64line_unix_s\x18\x0b \x01(\x01\x12\x12\n\ncache_salt\x18\x0c \x01(\t\x12\x0e\n\x06tenant\x18\r \x01(\t\x12\x13\n\x0btraceparent\x18\x0e \x01(\t\x12*\n\x07history\x18\x0f \x03(\x0b\x32\x19.headrace.v1.ExplainEvent\"Y\n\x0c\x43\x61ncellation\x12\x0e\n\x06handle\x18\x01 \x01(\r\x12)\n\x06reason\x18\x02 \x01(\x0e\x32\x19.headrace.v1.CancelReason\x12\x0e\n\x06\x64\x65tail\x18\x03 \x01(\t\"\'\n\x05Pause\x12\x0e\n\x06handle\x18\x01 \x01(\r\x12\x0e\n\x06paused\x18\x02 \x01(\x08\"\x87\x01\n\x10SchedulerMessage\x12,\n\x0bstep_update\x18\x01 \x01(\x0b\x32\x17.headrace.v1.StepUpdate\x12&\n\x08refusals\x18\x02 \x03(\x0b\x32\x14.headrace.v1.Refusal\x12\r\n\x05moved\x18\x03 \x03(\r\x12\x0e\n\x06\x61\x62orts\x18\x04 \x03(\t\"\xe0\x01\n\nStepUpdate\x12\x0f\n\x07handles\x18\x01 \x01(\x0c\x12\x16\n\x0enum_new_tokens\x18\x02 \x01(\x0c\x12\x11\n\ttoken_ids\x18\x03 \x01(\x0c\x12\'\n\x08\x66inished\x18\x04 \x03(\x0b\x32\x15.headrace.v1.Finished\x12\'\n\x08\x61\x64mitted\x18\x05 \x03(\x0b\x32\x15.headrace.v1.Admitted\x12.\n\x08logprobs\x18\x06 \x03(\x0b\x32\x1c.headrace.v1.RequestLogprobs\x12\x14\n\x0c\x64raft_counts\x18\x07 \x01(\x0c\"\x9d\x01\n\x08\x46inished\x12\x0e\n\x06handle\x18\x01 \x01(\r\x12)\n\x06reason\x18\x02 \x01(\x0e\x32\x19.headrace.v1.FinishReason\x12\x1a\n\rstop_token_id\x18\x03 \x01(\rH\x00\x88\x01\x01\x12\x0f\n\x07message\x18\x04 \x01(\t\x12\x17\n\x0fnum_preemptions\x18\x05 \x01(\rB\x10\n\x0e_stop_token_id\"]\n\x08\x41\x64mitted\x12\x0e\n\x06handle\x18\x01 \x01(\r\x12\x19\n\x11num_cached_tokens\x18\x02 \x01(\r\x12\x13\n\x0btime_unix_s\x18\x03 \x01(\x01\x12\x11\n\tworker_id\x18\x04 \x01(\t\"\x80\x01\n\x0fRequestLogprobs\x12\x0e\n\x06handle\x18\x01 \x01(\r\x12*\n\x06tokens\x18\x02 \x03(\x0b\x32\x1a.headrace.v1.TokenLogprobs\x12\x31\n\rprompt_tokens\x18\x03 \x03(\x0b\x32\x1a.headrace.v1.TokenLogprobs\"e\n\x07Refusal\x12\x0e\n\x06handle\x18\x01 \x01(\r\x12*\n\x06reason\x18\x02 \x01(\x0e\x32\x1a.headrace.v1.RefusalReason\x12\x0f\n\x07message\x18\x03 \x01(\t\x12\r\n\x05\x66ield\x18\x04 \x01(\t\"\x12\n\x10WatchPoolRequest\"\x82\x01\n\x0cPoolSnapshot\x12\x14\n\x0cscheduler_id\x18\x01 \x01(\t\x12$\n\x07workers\x18\x02 \x03(\x0b\x32\x13.headrace.v1.Worker\x12\x10\n\x08\x64raining\x18\x03 \x01(\x08\x12\x0f\n\x07version\x18\x04 \x01(\t\x12\x13\n\x0btime_unix_s\x18\x05 \x01(\x01*\x83\x01\n\x0c\x43\x61ncelReason\x12\x1d\n\x19\x43\x41NCEL_REASON_UNSPECIFIED\x10\x00\x12\x19\n\x15\x43\x41NCEL_REASON_ABORTED\x10\x01\x12\x1d\n\x19\x43\x41NCEL_REASON_STOP_STRING\x10\x02\x12\x1a\n\x16\x43\x41NCEL_REASON_DEADLINE\x10\x03*\xe1\x01\n\rRefusalReason\x12\x1e\n\x1aREFUSAL_REASON_UNSPECIFIED\x10\x00\x12\x1c\n\x18REFUSAL_REASON_NO_WORKER\x10\x01\x12\x1e\n\x1aREFUSAL_REASON_WORKER_LOST\x10\x02\x12\x1b\n\x17REFUSAL_REASON_TOO_LONG\x10\x03\x12\x1b\n\x17REFUSAL_REASON_DRAINING\x10\x04\x12\x1c\n\x18REFUSAL_REASON_DUPLICATE\x10\x05\x12\x1a\n\x16REFUSAL_REASON_INVALID\x10\x06\x32\xb9\x05\n\tScheduler\x12H\n\x07\x43onnect\x12\x1a.headrace.v1.RouterMessage\x1a\x1d.headrace.v1.SchedulerMessage(\x01\x30\x01\x12G\n\tWatchPool\x12\x1d.headrace.v1.WatchPoolRequest\x1a\x19.headrace.v1.PoolSnapshot0\x01\x12\x44\n\x07\x45xplain\x12\x1b.headrace.v1.ExplainRequest\x1a\x1c.headrace.v1.ExplainResponse\x12>\n\x05\x41\x62ort\x12\x19.headrace.v1.AbortRequest\x1a\x1a.headrace.v1.AbortResponse\x12\x46\n\x05\x41udit\x12\x1d.headrace.v1.AuditPoolRequest\x1a\x1e.headrace.v1.AuditPoolResponse\x12S\n\x0cUpdateWorker\x12 .headrace.v1.UpdateWorkerRequest\x1a!.headrace.v1.UpdateWorkerResponse\x12O\n\nWatchSteps\x12\x1e.headrace.v1.WatchStepsRequest\x1a\x1f.headrace.v1.WatchStepsResponse0\x01\x12S\n\x0cGetStepBatch\x12 .headrace.v1.GetStepBatchRequest\x1a!.headrace.v1.GetStepBatchResponse\x12P\n\x0bListWaiting\x12\x1f.headrace.v1.ListWaitingRequest\x1a .headrace.v1.ListWaitingResponseb\x06proto3')
 
 _globals = globals()
 _builder.BuildMessageAndEnumDescriptors(DESCRIPTOR, _globals)
 _builder.BuildTopDescriptorsAndMessages(DESCRIPTOR, 'headrace.v1.scheduler_pb2', _globals)
 if not _descriptor._USE_C_DESCRIPTORS:
   DESCRIPTOR._loaded_options = None
-  _globals['_CANCELREASON']._serialized_start=1862
-  _globals['_CANCELREASON']._serialized_end=1993
-  _globals['_REFUSALREASON']._serialized_start=1996
-  _globals['_REFUSALREASON']._serialized_end=2221
-  _globals['_ROUTERMESSAGE']._serialized_start=100
-  _globals['_ROUTERMESSAGE']._serialized_end=300
-  _globals['_HELLO']._serialized_start=302
-  _globals['_HELLO']._serialized_end=345
-  _globals['_SUBMISSION']._serialized_start=348
-  _globals['_SUBMISSION']._serialized_end=720
-  _globals['_CANCELLATION']._serialized_start=722
-  _globals['_CANCELLATION']._serialized_end=811
-  _globals['_PAUSE']._serialized_start=813
-  _globals['_PAUSE']._serialized_end=852
-  _globals['_SCHEDULERMESSAGE']._serialized_start=855
-  _globals['_SCHEDULERMESSAGE']._serialized_end=990
-  _globals['_STEPUPDATE']._serialized_start=993
-  _globals['_STEPUPDATE']._serialized_end=1217
-  _globals['_FINISHED']._serialized_start=1220
-  _globals['_FINISHED']._serialized_end=1377
-  _globals['_ADMITTED']._serialized_start=1379
-  _globals['_ADMITTED']._serialized_end=1472
-  _globals['_REQUESTLOGPROBS']._serialized_start=1475
-  _globals['_REQUESTLOGPROBS']._serialized_end=1603
-  _globals['_REFUSAL']._serialized_start=1605
-  _globals['_REFUSAL']._serialized_end=1706
-  _globals['_WATCHPOOLREQUEST']._serialized_start=1708
-  _globals['_WATCHPOOLREQUEST']._serialized_end=1726
-  _globals['_POOLSNAPSHOT']._serialized_start=1729
-  _globals['_POOLSNAPSHOT']._serialized_end=1859
-  _globals['_SCHEDULER']._serialized_start=2224
-  _globals['_SCHEDULER']._serialized_end=2673
+  _globals['_CANCELREASON']._serialized_start=1887
+  _globals['_CANCELREASON']._serialized_end=2018
+  _globals['_REFUSALREASON']._serialized_start=2021
+  _globals['_REFUSALREASON']._serialized_end=2246
+  _globals['_ROUTERMESSAGE']._serialized_start=125
+  _globals['_ROUTERMESSAGE']._serialized_end=325
+  _globals['_HELLO']._serialized_start=327
+  _globals['_HELLO']._serialized_end=370
+  _globals['_SUBMISSION']._serialized_start=373
+  _globals['_SUBMISSION']._serialized_end=745
+  _globals['_CANCELLATION']._serialized_start=747
+  _globals['_CANCELLATION']._serialized_end=836
+  _globals['_PAUSE']._serialized_start=838
+  _globals['_PAUSE']._serialized_end=877
+  _globals['_SCHEDULERMESSAGE']._serialized_start=880
+  _globals['_SCHEDULERMESSAGE']._serialized_end=1015
+  _globals['_STEPUPDATE']._serialized_start=1018
+  _globals['_STEPUPDATE']._serialized_end=1242
+  _globals['_FINISHED']._serialized_start=1245
+  _globals['_FINISHED']._serialized_end=1402
+  _globals['_ADMITTED']._serialized_start=1404
+  _globals['_ADMITTED']._serialized_end=1497
+  _globals['_REQUESTLOGPROBS']._serialized_start=1500
+  _globals['_REQUESTLOGPROBS']._serialized_end=1628
+  _globals['_REFUSAL']._serialized_start=1630
+  _globals['_REFUSAL']._serialized_end=1731
+  _globals['_WATCHPOOLREQUEST']._serialized_start=1733
+  _globals['_WATCHPOOLREQUEST']._serialized_end=1751
+  _globals['_POOLSNAPSHOT']._serialized_start=1754
+  _globals['_POOLSNAPSHOT']._serialized_end=1884
+  _globals['_SCHEDULER']._serialized_start=2249
+  _globals['_SCHEDULER']._serialized_end=2946
 # @@protoc_insertion_point(module_scope)

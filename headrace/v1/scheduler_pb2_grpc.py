@@ -5,6 +5,7 @@ import warnings
 
 from headrace.v1 import inference_pb2 as headrace_dot_v1_dot_inference__pb2
 from headrace.v1 import scheduler_pb2 as headrace_dot_v1_dot_scheduler__pb2
+from headrace.v1 import steps_pb2 as headrace_dot_v1_dot_steps__pb2
 
 GRPC_GENERATED_VERSION = '1.85.1'
 GRPC_VERSION = grpc.__version__
@@ -66,6 +67,21 @@ class SchedulerStub:
                 request_serializer=headrace_dot_v1_dot_inference__pb2.UpdateWorkerRequest.SerializeToString,
                 response_deserializer=headrace_dot_v1_dot_inference__pb2.UpdateWorkerResponse.FromString,
                 _registered_method=True)
+        self.WatchSteps = channel.unary_stream(
+                '/headrace.v1.Scheduler/WatchSteps',
+                request_serializer=headrace_dot_v1_dot_steps__pb2.WatchStepsRequest.SerializeToString,
+                response_deserializer=headrace_dot_v1_dot_steps__pb2.WatchStepsResponse.FromString,
+                _registered_method=True)
+        self.GetStepBatch = channel.unary_unary(
+                '/headrace.v1.Scheduler/GetStepBatch',
+                request_serializer=headrace_dot_v1_dot_steps__pb2.GetStepBatchRequest.SerializeToString,
+                response_deserializer=headrace_dot_v1_dot_steps__pb2.GetStepBatchResponse.FromString,
+                _registered_method=True)
+        self.ListWaiting = channel.unary_unary(
+                '/headrace.v1.Scheduler/ListWaiting',
+                request_serializer=headrace_dot_v1_dot_steps__pb2.ListWaitingRequest.SerializeToString,
+                response_deserializer=headrace_dot_v1_dot_steps__pb2.ListWaitingResponse.FromString,
+                _registered_method=True)
 
 
 class SchedulerServicer:
@@ -118,6 +134,27 @@ class SchedulerServicer:
         context.set_details('Method not implemented!')
         raise NotImplementedError('Method not implemented!')
 
+    def WatchSteps(self, request, context):
+        """The steps of this scheduler's workers.
+        """
+        context.set_code(grpc.StatusCode.UNIMPLEMENTED)
+        context.set_details('Method not implemented!')
+        raise NotImplementedError('Method not implemented!')
+
+    def GetStepBatch(self, request, context):
+        """The requests of one of the last steps of a worker.
+        """
+        context.set_code(grpc.StatusCode.UNIMPLEMENTED)
+        context.set_details('Method not implemented!')
+        raise NotImplementedError('Method not implemented!')
+
+    def ListWaiting(self, request, context):
+        """Requests that wait here.
+        """
+        context.set_code(grpc.StatusCode.UNIMPLEMENTED)
+        context.set_details('Method not implemented!')
+        raise NotImplementedError('Method not implemented!')
+
 
 def add_SchedulerServicer_to_server(servicer, server):
     rpc_method_handlers = {
@@ -150,6 +187,21 @@ def add_SchedulerServicer_to_server(servicer, server):
                     servicer.UpdateWorker,
                     request_deserializer=headrace_dot_v1_dot_inference__pb2.UpdateWorkerRequest.FromString,
                     response_serializer=headrace_dot_v1_dot_inference__pb2.UpdateWorkerResponse.SerializeToString,
+            ),
+            'WatchSteps': grpc.unary_stream_rpc_method_handler(
+                    servicer.WatchSteps,
+                    request_deserializer=headrace_dot_v1_dot_steps__pb2.WatchStepsRequest.FromString,
+                    response_serializer=headrace_dot_v1_dot_steps__pb2.WatchStepsResponse.SerializeToString,
+            ),
+            'GetStepBatch': grpc.unary_unary_rpc_method_handler(
+                    servicer.GetStepBatch,
+                    request_deserializer=headrace_dot_v1_dot_steps__pb2.GetStepBatchRequest.FromString,
+                    response_serializer=headrace_dot_v1_dot_steps__pb2.GetStepBatchResponse.SerializeToString,
+            ),
+            'ListWaiting': grpc.unary_unary_rpc_method_handler(
+                    servicer.ListWaiting,
+                    request_deserializer=headrace_dot_v1_dot_steps__pb2.ListWaitingRequest.FromString,
+                    response_serializer=headrace_dot_v1_dot_steps__pb2.ListWaitingResponse.SerializeToString,
             ),
     }
     generic_handler = grpc.method_handlers_generic_handler(
@@ -315,6 +367,87 @@ class Scheduler:
             '/headrace.v1.Scheduler/UpdateWorker',
             headrace_dot_v1_dot_inference__pb2.UpdateWorkerRequest.SerializeToString,
             headrace_dot_v1_dot_inference__pb2.UpdateWorkerResponse.FromString,
+            options,
+            channel_credentials,
+            insecure,
+            call_credentials,
+            compression,
+            wait_for_ready,
+            timeout,
+            metadata,
+            _registered_method=True)
+
+    @staticmethod
+    def WatchSteps(request,
+            target,
+            options=(),
+            channel_credentials=None,
+            call_credentials=None,
+            insecure=False,
+            compression=None,
+            wait_for_ready=None,
+            timeout=None,
+            metadata=None):
+        return grpc.experimental.unary_stream(
+            request,
+            target,
+            '/headrace.v1.Scheduler/WatchSteps',
+            headrace_dot_v1_dot_steps__pb2.WatchStepsRequest.SerializeToString,
+            headrace_dot_v1_dot_steps__pb2.WatchStepsResponse.FromString,
+            options,
+            channel_credentials,
+            insecure,
+            call_credentials,
+            compression,
+            wait_for_ready,
+            timeout,
+            metadata,
+            _registered_method=True)
+
+    @staticmethod
+    def GetStepBatch(request,
+            target,
+            options=(),
+            channel_credentials=None,
+            call_credentials=None,
+            insecure=False,
+            compression=None,
+            wait_for_ready=None,
+            timeout=None,
+            metadata=None):
+        return grpc.experimental.unary_unary(
+            request,
+            target,
+            '/headrace.v1.Scheduler/GetStepBatch',
+            headrace_dot_v1_dot_steps__pb2.GetStepBatchRequest.SerializeToString,
+            headrace_dot_v1_dot_steps__pb2.GetStepBatchResponse.FromString,
+            options,
+            channel_credentials,
+            insecure,
+            call_credentials,
+            compression,
+            wait_for_ready,
+            timeout,
+            metadata,
+            _registered_method=True)
+
+    @staticmethod
+    def ListWaiting(request,
+            target,
+            options=(),
+            channel_credentials=None,
+            call_credentials=None,
+            insecure=False,
+            compression=None,
+            wait_for_ready=None,
+            timeout=None,
+            metadata=None):
+        return grpc.experimental.unary_unary(
+            request,
+            target,
+            '/headrace.v1.Scheduler/ListWaiting',
+            headrace_dot_v1_dot_steps__pb2.ListWaitingRequest.SerializeToString,
+            headrace_dot_v1_dot_steps__pb2.ListWaitingResponse.FromString,
             options,
             channel_credentials,
             insecure,

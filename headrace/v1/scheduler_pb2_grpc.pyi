@@ -7,6 +7,7 @@ from collections import abc as _abc
 from grpc import aio as _aio
 from headrace.v1 import inference_pb2 as _inference_pb2
 from headrace.v1 import scheduler_pb2 as _scheduler_pb2
+from headrace.v1 import steps_pb2 as _steps_pb2
 import abc as _abc_1
 import grpc as _grpc
 import sys
@@ -52,6 +53,12 @@ class SchedulerStub:
     """Walks the KV ledger of every worker of this scheduler."""
     UpdateWorker: _grpc.UnaryUnaryMultiCallable[_inference_pb2.UpdateWorkerRequest, _inference_pb2.UpdateWorkerResponse]
     """Drains a worker, puts it back, or sets its role, until this scheduler ends or leaves the worker."""
+    WatchSteps: _grpc.UnaryStreamMultiCallable[_steps_pb2.WatchStepsRequest, _steps_pb2.WatchStepsResponse]
+    """The steps of this scheduler's workers."""
+    GetStepBatch: _grpc.UnaryUnaryMultiCallable[_steps_pb2.GetStepBatchRequest, _steps_pb2.GetStepBatchResponse]
+    """The requests of one of the last steps of a worker."""
+    ListWaiting: _grpc.UnaryUnaryMultiCallable[_steps_pb2.ListWaitingRequest, _steps_pb2.ListWaitingResponse]
+    """Requests that wait here."""
 
 @_typing.type_check_only
 class SchedulerAsyncStub(SchedulerStub):
@@ -76,6 +83,12 @@ class SchedulerAsyncStub(SchedulerStub):
     """Walks the KV ledger of every worker of this scheduler."""
     UpdateWorker: _aio.UnaryUnaryMultiCallable[_inference_pb2.UpdateWorkerRequest, _inference_pb2.UpdateWorkerResponse]  # type: ignore[assignment]
     """Drains a worker, puts it back, or sets its role, until this scheduler ends or leaves the worker."""
+    WatchSteps: _aio.UnaryStreamMultiCallable[_steps_pb2.WatchStepsRequest, _steps_pb2.WatchStepsResponse]  # type: ignore[assignment]
+    """The steps of this scheduler's workers."""
+    GetStepBatch: _aio.UnaryUnaryMultiCallable[_steps_pb2.GetStepBatchRequest, _steps_pb2.GetStepBatchResponse]  # type: ignore[assignment]
+    """The requests of one of the last steps of a worker."""
+    ListWaiting: _aio.UnaryUnaryMultiCallable[_steps_pb2.ListWaitingRequest, _steps_pb2.ListWaitingResponse]  # type: ignore[assignment]
+    """Requests that wait here."""
 
 class SchedulerServicer(metaclass=_abc_1.ABCMeta):
     """Decides each step of each gpuworker it drives."""
@@ -133,5 +146,29 @@ class SchedulerServicer(metaclass=_abc_1.ABCMeta):
         context: _ServicerContext,
     ) -> _typing.Union[_inference_pb2.UpdateWorkerResponse, _abc.Awaitable[_inference_pb2.UpdateWorkerResponse]]:
         """Drains a worker, puts it back, or sets its role, until this scheduler ends or leaves the worker."""
+
+    @_abc_1.abstractmethod
+    def WatchSteps(
+        self,
+        request: _steps_pb2.WatchStepsRequest,
+        context: _ServicerContext,
+    ) -> _typing.Union[_abc.Iterator[_steps_pb2.WatchStepsResponse], _abc.AsyncIterator[_steps_pb2.WatchStepsResponse]]:
+        """The steps of this scheduler's workers."""
+
+    @_abc_1.abstractmethod
+    def GetStepBatch(
+        self,
+        request: _steps_pb2.GetStepBatchRequest,
+        context: _ServicerContext,
+    ) -> _typing.Union[_steps_pb2.GetStepBatchResponse, _abc.Awaitable[_steps_pb2.GetStepBatchResponse]]:
+        """The requests of one of the last steps of a worker."""
+
+    @_abc_1.abstractmethod
+    def ListWaiting(
+        self,
+        request: _steps_pb2.ListWaitingRequest,
+        context: _ServicerContext,
+    ) -> _typing.Union[_steps_pb2.ListWaitingResponse, _abc.Awaitable[_steps_pb2.ListWaitingResponse]]:
+        """Requests that wait here."""
 
 def add_SchedulerServicer_to_server(servicer: SchedulerServicer, server: _typing.Union[_grpc.Server, _aio.Server]) -> None: ...

@@ -5,6 +5,7 @@ request that no worker has credit for is skipped (`pass_over`) until the end of 
 (`put_back`); until then the next request in order is at the head.
 """
 
+import heapq
 from collections.abc import Iterator, Mapping
 from typing import Generic, TypeVar
 
@@ -70,6 +71,33 @@ class ModelQueue(Generic[T]):
         if name not in self._heaps:
             self._heaps[name] = LazyHeap()
         self._heaps[name].push(entry.key, (self._order.rank(entry), entry.order), entry)
+
+    def in_order(self, max_num: int) -> list[T]:
+        """The first requests in order; between tenants, as if prompts alone were charged."""
+        if not self._order.takes_turns:
+            heap = self._heaps.get("")
+            return [] if heap is None else [entry.item for entry in heap.smallest(max_num)]
+        # Of equal counters the tenant that began to wait first, as in FairShare.
+        turns = [
+            (self.shares.account(name).virtual_tokens, number, name)
+            for number, name in enumerate(self._heaps)
+        ]
+        heapq.heapify(turns)
+        num_turns = len(turns)
+        waiting: dict[str, Iterator[QueueEntry[T]]] = {}
+        found: list[T] = []
+        while turns and len(found) < max_num:
+            virtual_tokens, _, name = turns[0]
+            if name not in waiting:
+                waiting[name] = iter(self._heaps[name].smallest(max_num - len(found)))
+            if (entry := next(waiting[name], None)) is None:
+                heapq.heappop(turns)
+                continue
+            found.append(entry.item)
+            cost = entry.num_tokens * self.shares.account(name).prompt_cost
+            heapq.heapreplace(turns, (virtual_tokens + cost, num_turns, name))
+            num_turns += 1
+        return found
 
     def peek(self) -> T | None:
         """The next request, which stays queued; None when all waiting requests are skipped."""

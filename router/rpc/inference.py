@@ -4,9 +4,10 @@ Generate writes to its client from the call's own task; everything that the requ
 released when that task ends, however it ends.
 """
 
+import contextlib
 import functools
 import time
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import AsyncGenerator, Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -19,14 +20,14 @@ from headrace.service.handlers import write
 from headrace.service.requests import release_request
 from headrace.service.versions import version
 from headrace.status.store import StatusStore
-from headrace.v1 import common_pb2, inference_pb2, inference_pb2_grpc
+from headrace.v1 import common_pb2, inference_pb2, inference_pb2_grpc, steps_pb2
 from router.aborts import Aborts
 from router.calls import Reservation
 from router.prompts import PromptReader
 from router.request import ClientRequest
 from router.revival import FirstTokens, Origin
 from router.router import Router
-from router.rpc import explained, pool, spans, wire
+from router.rpc import explained, pool, spans, steps, wire
 from router.rpc.access import Access
 from router.rpc.key_permits import KeyPermits
 from router.rpc.model_defaults import ModelDefaults
@@ -302,6 +303,27 @@ class InferenceService:
     ) -> inference_pb2.UpdateWorkerResponse:
         """Drain a worker, use it again, or set its role."""
         return await pool.update_worker(list(self._services.schedulers), request)
+
+    async def WatchSteps(
+        self, request: steps_pb2.WatchStepsRequest, _context: Any
+    ) -> AsyncGenerator[steps_pb2.WatchStepsResponse, None]:
+        """The steps of all workers, as their schedulers report them."""
+        watching = steps.watch_steps(lambda: self._services.schedulers, request)
+        async with contextlib.aclosing(watching) as responses:
+            async for response in responses:
+                yield response
+
+    async def GetStepBatch(
+        self, request: steps_pb2.GetStepBatchRequest, _context: Any
+    ) -> steps_pb2.GetStepBatchResponse:
+        """The requests of one step."""
+        return await steps.step_batch(self._services.schedulers, request)
+
+    async def ListQueue(
+        self, request: steps_pb2.ListQueueRequest, _context: Any
+    ) -> steps_pb2.ListQueueResponse:
+        """The requests that wait, here and in the schedulers."""
+        return await steps.list_queue(self._router, self._services.schedulers, request)
 
     def _vocab_size(self, model_name: str) -> int:
         """The smallest vocabulary of the ready workers; without one, the tokenizer's."""

@@ -19,7 +19,7 @@ import grpc.aio
 from headrace.service.channels import connect_failure
 from headrace.service.errors import ServiceError, from_rpc_error
 from headrace.service.versions import VERSION_SKEW, check_peer, version
-from headrace.v1 import common_pb2, inference_pb2, scheduler_pb2, scheduler_pb2_grpc
+from headrace.v1 import common_pb2, inference_pb2, scheduler_pb2, scheduler_pb2_grpc, steps_pb2
 from router.outputs import CompletionFinish
 from router.request import ClientCompletion
 from router.router import Router
@@ -129,6 +129,23 @@ class SchedulerClient:
         response: inference_pb2.UpdateWorkerResponse = await self._ask(
             self._stub.UpdateWorker, request
         )
+        return response
+
+    def watch_steps(self, request: steps_pb2.WatchStepsRequest) -> Any:
+        """The call that streams the steps of the scheduler's workers; the caller cancels it."""
+        return self._stub.WatchSteps(request)
+
+    async def step_batch(
+        self, request: steps_pb2.GetStepBatchRequest
+    ) -> steps_pb2.GetStepBatchResponse:
+        """The requests of a step; raises the scheduler's ServiceError."""
+        response: steps_pb2.GetStepBatchResponse = await self._ask(self._stub.GetStepBatch, request)
+        return response
+
+    async def list_waiting(self, limit: int) -> steps_pb2.ListWaitingResponse:
+        """The first requests that wait in the scheduler; raises the scheduler's ServiceError."""
+        request = steps_pb2.ListWaitingRequest(limit=limit)
+        response: steps_pb2.ListWaitingResponse = await self._ask(self._stub.ListWaiting, request)
         return response
 
     @staticmethod

@@ -14,7 +14,7 @@ replay. These features are reached by recordings only; no service sets them toda
 
 from dataclasses import dataclass, field
 from enum import Enum, IntEnum
-from typing import Literal
+from typing import Literal, NamedTuple
 
 import numpy as np
 from numpy.typing import NDArray
@@ -229,8 +229,7 @@ class StepFacts:
 NO_FACTS = StepFacts()
 
 
-@dataclass(frozen=True, slots=True)
-class KvBlocks:
+class KvBlocks(NamedTuple):
     """Blocks that requests hold, free blocks with cached contents, and other free blocks."""
 
     num_held: int

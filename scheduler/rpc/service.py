@@ -16,7 +16,7 @@ from headrace.service.errors import (
 from headrace.service.handlers import write
 from headrace.service.protocol import WORKER_ROLE
 from headrace.service.versions import check_peer
-from headrace.v1 import inference_pb2, scheduler_pb2, scheduler_pb2_grpc
+from headrace.v1 import inference_pb2, scheduler_pb2, scheduler_pb2_grpc, steps_pb2
 from headrace.vocabulary import RefusalReason
 from scheduler.aborts import abort
 from scheduler.connection import RouterConnection
@@ -25,6 +25,7 @@ from scheduler.outbox import OutboxClosedError
 from scheduler.pool import Pool
 from scheduler.rpc import explain_wire, wire
 from scheduler.rpc.audit import audit_response
+from scheduler.rpc.steps import step_batch, waiting_requests, watch_steps
 from scheduler.switchboard import Switchboard
 from scheduler.updates import NotTaken
 
@@ -162,6 +163,26 @@ class SchedulerService(scheduler_pb2_grpc.SchedulerServicer):
             known = ", ".join(load.info.worker_id for load in self._pool.snapshot()) or "none"
             raise not_found("UNKNOWN_WORKER", f"no worker {request.worker_id!r} is here: {known}")
         return inference_pb2.UpdateWorkerResponse(worker=wire.worker_message(load))
+
+    async def WatchSteps(
+        self, request: steps_pb2.WatchStepsRequest, _context: Context
+    ) -> AsyncIterator[steps_pb2.WatchStepsResponse]:
+        """The workers' steps, kept ones first."""
+        steps = watch_steps(self._scheduler_id, self._pool, request, lambda: self._is_closing)
+        async for response in steps:
+            yield response
+
+    async def GetStepBatch(
+        self, request: steps_pb2.GetStepBatchRequest, _context: Context
+    ) -> steps_pb2.GetStepBatchResponse:
+        """The requests of one of a worker's latest steps."""
+        return step_batch(self._pool, request.worker_id, request.position)
+
+    async def ListWaiting(
+        self, request: steps_pb2.ListWaitingRequest, _context: Context
+    ) -> steps_pb2.ListWaitingResponse:
+        """The first requests that wait here."""
+        return waiting_requests(self._pool, request.limit)
 
 
 async def _write_news(connection: RouterConnection, context: Context) -> None:

@@ -1,5 +1,6 @@
 """The order of waiting requests, and taking them out from anywhere."""
 
+import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
@@ -189,3 +190,20 @@ def test_fair_takes_turns_between_tenants_and_priority_inside_one():
         queue.remove(order[-1])
         shares.account(keys[item].tenant).charge_prompt(keys[item].num_tokens)
     assert order == [2, 3, 1, 4]
+
+
+@pytest.mark.parametrize("policy", ["fcfs", "priority", "fair"])
+def test_the_order_that_is_listed_is_the_order_of_the_turns(policy):
+    queue = ModelQueue(make_order(policy))
+    for key in range(30):
+        tenant, priority, num_tokens = f"t{key * key % 7}", key % 3, 10 + key * 37 % 90
+        queue.push(entry(key, tenant=tenant, priority=priority, num_tokens=num_tokens))
+    listed = queue.in_order(100)
+    assert queue.in_order(7) == listed[:7]
+    served = []
+    while (item := queue.peek()) is not None:
+        served.append(item)
+        key = int(item.removeprefix("request "))
+        queue.shares.account(f"t{key * key % 7}").charge_prompt(10 + key * 37 % 90)
+        queue.remove(key)
+    assert listed == served

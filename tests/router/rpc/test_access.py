@@ -11,7 +11,7 @@ from headrace.service.errors import from_rpc_error
 from headrace.service.keys import Caller, make_key, section
 from headrace.service.serving import ServingConfig
 from headrace.status.embedded import EmbeddedStore
-from headrace.v1 import inference_pb2
+from headrace.v1 import inference_pb2, steps_pb2
 from router.rpc.access import TENANT_METHODS, Access
 from tests.router.fake_scheduler import FakeScheduler
 from tests.router.stack import running_stack
@@ -32,12 +32,20 @@ CALLS = {
 }
 # Methods without an id that say the same to everybody.
 OPEN = {"ListModels"}
-ADMIN_ONLY = {"GetPool", "AuditPool", "UpdateWorker"}
+# All that show the pool: each refuses its caller, or answers at least once.
+ADMIN_ONLY = {
+    "GetPool": inference_pb2.GetPoolRequest(),
+    "AuditPool": inference_pb2.AuditPoolRequest(),
+    "WatchSteps": steps_pb2.WatchStepsRequest(),
+    "GetStepBatch": steps_pb2.GetStepBatchRequest(worker_id="w", position=1),
+    "UpdateWorker": inference_pb2.UpdateWorkerRequest(),
+    "ListQueue": steps_pb2.ListQueueRequest(),
+}
 
 
 def test_every_method_has_a_rule():
     """A new method must be added to one of these, and to `access`, on purpose."""
-    assert {method.name for method in SERVICE.methods} == CALLS.keys() | OPEN | ADMIN_ONLY
+    assert {method.name for method in SERVICE.methods} == CALLS.keys() | OPEN | ADMIN_ONLY.keys()
     assert {name.rpartition("/")[2] for name in TENANT_METHODS} == CALLS.keys() | OPEN
 
 
@@ -55,6 +63,8 @@ class Callers:
         """The messages, or code, reason and text of the refusal."""
         call = self.call(who, method, request)
         try:
+            if method == "WatchSteps":
+                return [await anext(aiter(call))]
             if isinstance(call, grpc.aio.UnaryStreamCall):
                 return [message async for message in call]
             return [await call]
@@ -184,12 +194,12 @@ async def test_who_may_send_for_whom(tmp_path, who, fields, reason):
 
 async def test_what_shows_the_pool_is_for_administrators(tmp_path):
     async with running(tmp_path) as callers:
-        for method in ADMIN_ONLY:
-            request = getattr(inference_pb2, f"{method}Request")()
+        for method, request in ADMIN_ONLY.items():
             assert await callers.reason("acme", method, request) == "ADMIN_ONLY"
             # An update that says nothing is wrong, whoever sends it.
-            wrong = "INVALID_FIELD" if method == "UpdateWorker" else ""
-            assert await callers.reason("root", method, request) == wrong
+            wrong = {"UpdateWorker": "INVALID_FIELD", "GetStepBatch": "UNKNOWN_STEP"}
+            reason = wrong.get(method, "")
+            assert await callers.reason("root", method, request) == reason
         assert await callers.reason("acme", "ListModels", inference_pb2.ListModelsRequest()) == ""
 
 
