@@ -288,6 +288,8 @@ def _explain_event(e: inference_pb2.ExplainEvent) -> ExplainEvent:
         queue_position=e.queue_position if e.HasField("queue_position") else None,
         time_unix_s=e.time_unix_s,
         duration_s=e.duration_s,
+        num_needed_blocks=e.num_needed_blocks,
+        num_free_blocks=e.num_free_blocks,
     )
 
 

@@ -176,6 +176,8 @@ class ExplainEvent:
     queue_position: int | None
     time_unix_s: float
     duration_s: float = 0.0
+    num_needed_blocks: int = 0
+    num_free_blocks: int = 0
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

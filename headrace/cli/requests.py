@@ -1,13 +1,19 @@
 """`headrace abort`, `status` and `explain`: requests by their id."""
 
+from collections.abc import Sequence
 from datetime import UTC, datetime
-from typing import Any
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
 
 import click
 
 from headrace.cli import explaining
+from headrace.cli import why_slow as why
 from headrace.cli.exits import Failure
 from headrace.cli.options import ask, connection_options, json_option, print_json
+
+if TYPE_CHECKING:
+    from headrace.types import RequestHistory
 
 
 @click.command()
@@ -74,9 +80,24 @@ def status(request_id: str, as_json: bool, **arguments: Any) -> None:
 
 @click.command()
 @click.argument("request_id")
+@click.option(
+    "--why-slow",
+    is_flag=True,
+    help="Show the three largest parts of its time instead, and what would have changed each.",
+)
+@click.option(
+    "--recording",
+    "recordings",
+    multiple=True,
+    metavar="FILE",
+    type=click.Path(exists=True, dir_okay=False, path_type=Path),
+    help="With --why-slow: a recording of its scheduler, to try other settings with. (repeatable)",
+)
 @json_option
 @connection_options
-def explain(request_id: str, as_json: bool, **arguments: Any) -> None:
+def explain(
+    request_id: str, why_slow: bool, recordings: tuple[Path, ...], as_json: bool, **arguments: Any
+) -> None:
     """Show how a request was scheduled, step by step, and where its time went.
 
     Each line has its steps, when it began after the scheduler got the request, and how long it
@@ -86,12 +107,28 @@ def explain(request_id: str, as_json: bool, **arguments: Any) -> None:
     \b
     Example:
       headrace explain my-request
+      headrace explain --why-slow my-request --recording run.jsonl
     """
+    if recordings and not why_slow:
+        raise click.UsageError("--recording goes with --why-slow")
     explanation = ask(arguments, lambda client: client.explain(request_id))
-    if as_json:
+    if why_slow:
+        _tell_why(explanation, recordings, as_json=as_json)
+    elif as_json:
         print_json(explanation)
+    else:
+        for line in explaining.lines(explanation):
+            click.echo(line)
+
+
+def _tell_why(history: "RequestHistory", recordings: Sequence[Path], *, as_json: bool) -> None:
+    if not history.breakdown:
+        raise Failure("nothing is known of its time: its services are of an earlier version")
+    causes = why.causes_of(history, recordings)
+    if as_json:
+        print_json(causes)
         return
-    for line in explaining.lines(explanation):
+    for line in why.lines(history, causes, is_replayed=bool(recordings)):
         click.echo(line)
 
 

@@ -875,6 +875,8 @@ class ExplainEvent(_message.Message):
     QUEUE_POSITION_FIELD_NUMBER: _builtins.int
     TIME_UNIX_S_FIELD_NUMBER: _builtins.int
     DURATION_S_FIELD_NUMBER: _builtins.int
+    NUM_NEEDED_BLOCKS_FIELD_NUMBER: _builtins.int
+    NUM_FREE_BLOCKS_FIELD_NUMBER: _builtins.int
     first_step: _builtins.int
     """First step that the event covers."""
     last_step: _builtins.int
@@ -893,6 +895,12 @@ class ExplainEvent(_message.Message):
     """Scheduler clock at first_step, seconds since the epoch."""
     duration_s: _builtins.float
     """How long the event took, seconds; 0 for a moment."""
+    num_needed_blocks: _builtins.int
+    """KV blocks that a wait needed, or that another request needed for which this one was preempted;
+    0 where blocks were not the cause.
+    """
+    num_free_blocks: _builtins.int
+    """KV blocks that were free at first_step; only with num_needed_blocks of a wait."""
     def __init__(
         self,
         *,
@@ -904,10 +912,12 @@ class ExplainEvent(_message.Message):
         queue_position: _builtins.int | None = ...,
         time_unix_s: _builtins.float = ...,
         duration_s: _builtins.float = ...,
+        num_needed_blocks: _builtins.int = ...,
+        num_free_blocks: _builtins.int = ...,
     ) -> None: ...
     _HasFieldArgType: _TypeAlias = _typing.Literal["_queue_position", b"_queue_position", "queue_position", b"queue_position"]  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["_queue_position", b"_queue_position", "detail", b"detail", "duration_s", b"duration_s", "first_step", b"first_step", "kind", b"kind", "last_step", b"last_step", "num_tokens", b"num_tokens", "queue_position", b"queue_position", "time_unix_s", b"time_unix_s"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["_queue_position", b"_queue_position", "detail", b"detail", "duration_s", b"duration_s", "first_step", b"first_step", "kind", b"kind", "last_step", b"last_step", "num_free_blocks", b"num_free_blocks", "num_needed_blocks", b"num_needed_blocks", "num_tokens", b"num_tokens", "queue_position", b"queue_position", "time_unix_s", b"time_unix_s"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     _WhichOneofReturnType__queue_position: _TypeAlias = _typing.Literal["queue_position"]  # noqa: Y015
     _WhichOneofArgType__queue_position: _TypeAlias = _typing.Literal["_queue_position", b"_queue_position"]  # noqa: Y015

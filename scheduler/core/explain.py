@@ -40,7 +40,8 @@ class HistoryEvent:
     """An entry of a timeline: its steps, the time of its first step, a sentence, computed tokens.
 
     queue_position counts from 0; None for entries that are not waits. duration_s is 0 for an entry
-    that is a moment.
+    that is a moment. The blocks are those that a wait needed and found free, or that a preemption
+    was for.
     """
 
     first_step: int
@@ -51,6 +52,8 @@ class HistoryEvent:
     num_tokens: int = 0
     queue_position: int | None = None
     duration_s: float = 0.0
+    num_needed_blocks: int = 0
+    num_free_blocks: int = 0
 
 
 @dataclass(frozen=True, slots=True)
@@ -311,7 +314,13 @@ def _event(entry: _Entry) -> HistoryEvent:
     num_tokens = facts[0] if kind is EventKind.SCHEDULED else 0
     position = facts[2] if kind is EventKind.WAITED else None
     detail = _SENTENCES[kind](last - first + 1, *facts)
-    return HistoryEvent(first, last, kind, time, detail, num_tokens, position, duration_s)
+    num_needed = facts[1] if kind is EventKind.PREEMPTED else 0
+    num_free = 0
+    if kind is EventKind.WAITED and facts[1] is not None:
+        num_needed, num_free = facts[1].num_needed_blocks, facts[1].num_free_blocks
+    return HistoryEvent(
+        *(first, last, kind, time, detail, num_tokens, position, duration_s, num_needed, num_free)
+    )
 
 
 def _waited(num_steps: int, reason: WaitReason, fact: PassedOver | None, _position: int) -> str:

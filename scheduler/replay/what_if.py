@@ -7,7 +7,7 @@ recording's rate. Steps are counted, not timed: a changed budget changes how lon
 
 from array import array
 from collections import Counter, defaultdict, deque
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, fields, replace
 from typing import Any, get_args, get_type_hints
 
@@ -106,7 +106,7 @@ def recorded_outcome(trace: TraceRecord) -> RunOutcome:
 
 def try_settings(trace: TraceRecord, config: SchedulerConfig) -> RunOutcome:
     """Totals of a trace's workload under other settings."""
-    return _Trial(trace, config).run()
+    return Trial(trace, config).run()
 
 
 class _Sums:
@@ -141,7 +141,7 @@ class _Sums:
         )
 
 
-class _Trial:
+class Trial:
     """A closed loop: a core, and a worker that repeats the recording's tokens."""
 
     def __init__(self, trace: TraceRecord, config: SchedulerConfig) -> None:
@@ -159,6 +159,25 @@ class _Trial:
         self._flights: deque[tuple[StepPlan, list[str]]] = deque()
 
     def run(self) -> RunOutcome:
+        """Run to the end."""
+        for _ in self.steps():
+            pass
+        return self._sums.outcome(self._number)
+
+    def has_come(self, name: str) -> bool:
+        """Whether a request has come so far, by its name in the recording."""
+        return name in self._key_by_name
+
+    def is_live(self, name: str) -> bool:
+        """Whether a request that has come has not ended."""
+        return self._key_by_name[name] in self._core.state.requests
+
+    def num_missing(self, name: str) -> int:
+        """Tokens of a request in the recording that it has not got in this run."""
+        return len(self._outputs[name]) - self._num_given[name]
+
+    def steps(self) -> Iterator[StepPlan]:
+        """Run step by step: yields each plan, without a pipeline after its result."""
         num_recorded = sum(1 for _ in self._trace["steps"])
         steps = iter(self._trace["steps"])
         for name, output in _live_at_start(self._trace).items():
@@ -176,13 +195,13 @@ class _Trial:
                 for key in self._key_by_name.values():
                     self._core.continue_request(key)
             apply_inputs(self._core, step, self._key_by_name, self._add)
-            self._schedule(step)
+            plan = self._schedule(step)
             for name in step.get("abort_mid", ()):
                 self._core.abort(self._key_by_name[name])
             while len(self._flights) >= self._config.pipeline_depth:
                 self._update()
             self._number += 1
-        return self._sums.outcome(self._number)
+            yield plan
 
     def _add(self, name: str, now: float, output: list[int] | None = None) -> None:
         request = trace_request(self._trace, name, len(self._names))
@@ -195,7 +214,7 @@ class _Trial:
         if self._core.refusal(len(request.prompt_token_ids), request.max_tokens) is None:
             self._core.add_request(request, now)
 
-    def _schedule(self, step: TraceRecord) -> None:
+    def _schedule(self, step: TraceRecord) -> StepPlan:
         plan = self._core.schedule(
             step.get("now", 0.0), throttle_prefills=step.get("throttle", False)
         )
@@ -206,6 +225,7 @@ class _Trial:
             self._sums.admitted(name, self._number, admission.num_cached_tokens)
         keys = self._core.state.table.key[plan.rows].tolist()
         self._flights.append((plan, [self._names[key] for key in keys]))
+        return plan
 
     def _update(self) -> None:
         plan, names = self._flights.popleft()

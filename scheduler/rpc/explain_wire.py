@@ -25,6 +25,8 @@ def history_of(messages: Sequence[inference_pb2.ExplainEvent]) -> tuple[HistoryE
             num_tokens=message.num_tokens,
             queue_position=message.queue_position if message.HasField("queue_position") else None,
             duration_s=message.duration_s,
+            num_needed_blocks=message.num_needed_blocks,
+            num_free_blocks=message.num_free_blocks,
         )
         for message in messages[-MAX_EVENTS:]
         if message.kind in _KINDS
@@ -45,6 +47,8 @@ def explain_response(explanation: RequestExplanation) -> inference_pb2.ExplainRe
                 queue_position=event.queue_position,
                 time_unix_s=event.time,
                 duration_s=event.duration_s,
+                num_needed_blocks=event.num_needed_blocks,
+                num_free_blocks=event.num_free_blocks,
             )
             for event in explanation.events
         ],
