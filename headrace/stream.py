@@ -7,7 +7,7 @@ from collections.abc import AsyncGenerator, Awaitable, Callable, Sequence
 from dataclasses import replace
 from typing import Any
 
-from opentelemetry.trace import SpanKind
+from opentelemetry.trace import Span, SpanKind
 
 from headrace import messages
 from headrace.connections import RouterChannel, Routers
@@ -93,6 +93,7 @@ class RequestStream:
         )
         self._lost_at_s = 0.0
         self._num_resumes = 0
+        self._first_traceparent = ""
 
     async def deltas(self) -> AsyncGenerator[Delta, None]:
         """What has not come before; ServiceError when the request failed or cannot go on."""
@@ -123,7 +124,7 @@ class RequestStream:
         """One call, traced, with errors mapped; cancelled when the consumer stops."""
         method, request = self._next_request()
         # Not made current: a generator shares its consumer's context between two yields.
-        span = telemetry.begin_span(f"{SERVICE}/{method}", kind=SpanKind.CLIENT)
+        span = self._begin_span(method)
         call = None
         try:
             await router.connect()
@@ -141,6 +142,18 @@ class RequestStream:
                 # Leaving `async for` does not end the call, not even when it is garbage.
                 call.cancel()
             span.end()
+
+    def _begin_span(self, method: str) -> Span:
+        """The span of a call; that of a later call is linked to the first one's, in its trace."""
+        first, parent = self._first_traceparent, None
+        if first and not telemetry.current_traceparent():
+            parent = first
+        links = [first] if first else []
+        span = telemetry.begin_span(
+            f"{SERVICE}/{method}", parent, kind=SpanKind.CLIENT, links=links
+        )
+        self._first_traceparent = first or telemetry.traceparent_of(span)
+        return span
 
     def _next_request(self) -> tuple[str, Any]:
         """The method to call, and with what."""

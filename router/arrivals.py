@@ -5,6 +5,7 @@ This is the router's hot path: it runs once a step for every completion that got
 
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
+from functools import partial
 
 from router.core.placement import WorkerPool
 from router.metrics import Meters
@@ -108,9 +109,8 @@ class Arrivals:
             if completion is not None and begin < end:
                 new_token_ids, num_new, stop = token_ids[begin:end], end - begin, None
                 if completion.text.has_stops:
-                    new_token_ids, stop = _read(
-                        completion, new_token_ids, outputs.finish_by_handle.get(handle)
-                    )
+                    finish = outputs.finish_by_handle.get(handle)
+                    new_token_ids, stop = _read(completion, new_token_ids, finish)
                     num_new = len(new_token_ids)
                 completion.token_ids.extend(new_token_ids)
                 request = completion.request
@@ -141,9 +141,10 @@ def _read(
     Returns:
         The tokens that count, and the stop string that the last of them completed, if any.
     """
-    spec = completion.request.spec
+    spec, timed = completion.request.spec, completion.request.detokenizing
     num_hidden = 1 if finish is not None and spec.hides_last_token(finish) else 0
-    num_tokens, stop = completion.text.read(token_ids[: len(token_ids) - num_hidden])
+    read = partial(completion.text.read, token_ids[: len(token_ids) - num_hidden])
+    num_tokens, stop = read() if timed is None else timed.timed(read)
     if stop is not None:
         return token_ids[:num_tokens], stop
     completion.text.skip(num_hidden)

@@ -9,9 +9,9 @@ import asyncio
 import hashlib
 import struct
 from array import array
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
-from typing import Protocol
+from typing import Protocol, TypeVar
 
 import numpy as np
 from numpy.typing import NDArray
@@ -28,6 +28,7 @@ from router.text.completion import CompletionText
 from router.waker import Waker
 
 Int32Array = NDArray[np.int32]
+T = TypeVar("T")
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -251,13 +252,35 @@ class Timeline:
     ended: float | None = None
 
 
+@dataclass(slots=True)
+class Detokenizing:
+    """When the text of a traced request was made, in pieces, on the router's monotonic clock."""
+
+    clock: Callable[[], float]
+    began: float = 0.0
+    ended: float = 0.0
+    busy_s: float = 0.0
+    num_times: int = 0
+
+    def timed(self, work: Callable[[], T]) -> T:
+        """Do a piece of the work."""
+        began = self.clock()
+        if not self.num_times:
+            self.began = began
+        done = work()
+        self.ended = self.clock()
+        self.busy_s += self.ended - began
+        self.num_times += 1
+        return done
+
+
 @dataclass(slots=True, eq=False)
 class ClientRequest:
     """A live request; error is set when the whole request failed. deadline is monotonic.
 
     is_taken_up: the request had begun before, in this router or another one. is_released: the
     request goes on elsewhere, and nothing more comes here. Without a reader, a request is paused
-    when much of it is unread, unless runs_on is set.
+    when much of it is unread, unless runs_on is set. detokenizing: only of a traced request.
     """
 
     spec: Spec
@@ -284,6 +307,7 @@ class ClientRequest:
     num_preemptions: int = 0
     num_draft_tokens: int = 0
     num_accepted_draft_tokens: int = 0
+    detokenizing: Detokenizing | None = None
     paused_s: float = 0.0  # of pauses that are over, summed up over all completions
     last_round: int = -1
     _waiter: "asyncio.Future[None] | None" = None

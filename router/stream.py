@@ -119,7 +119,10 @@ def _take(completion: ClientCompletion, router: Router, echo: str) -> Completion
     spec = completion.request.spec
     most = _MAX_TOKENS if spec.num_logprobs is None else _MAX_TOKENS_WITH_LOGPROBS
     if not completion.text.has_stops:
-        _read(completion, most // spec.n)
+        if (timed := completion.request.detokenizing) is None:
+            _read(completion, most // spec.n)
+        else:
+            timed.timed(lambda: _read(completion, most // spec.n))
     piece = completion.text.take(most // spec.n)
     end = begin + piece.num_tokens
     if end < len(completion.token_ids):

@@ -193,6 +193,8 @@ class WorkerEngine:
         finally:
             self._stream.close()
             self._auditor.close()
+            for flight in self._in_flight:
+                flight.end_span("no result came")
             if self._recording is not None:
                 await self._recording.close()
 
@@ -274,21 +276,22 @@ class WorkerEngine:
         plan = self._core.schedule(self._clock())
         self.meter.planned(plan)
         self._publish_ends(plan.expired)
-        for key in plan.preempted_keys:
-            self._log.preempted(self._requests[key])
+        self._log.traces.waited(plan.facts.passed_over)
+        for victim in plan.facts.victims:
+            self._log.preempted(self._requests[victim.key], victim)
         admissions = self._note_admissions(plan.admissions) if plan.admissions else ()
         audit = self._auditor.begin()
         if audit is None and not plan.is_worth_sending:
             self._is_worth_planning = False
             return
         placed = self._rows.assign(plan)
-        span = self._log.begin_step(plan, placed) if placed else None
+        keys, asking = self._rows.keys_in(plan), self._rows.asking_in(plan)
+        span = self._log.traces.begin_step(plan, keys, placed)
         now_s = asyncio.get_running_loop().time()
         if not self._in_flight:
             self._last_progress_s = now_s
         ids = self._rows.request_ids
         step = self.meter.sent(plan, self._core, self.num_waiting, ids, now_s)
-        keys, asking = self._rows.keys_in(plan), self._rows.asking_in(plan)
         self._in_flight.append(InFlight(plan, keys, now_s, admissions, span, asking, audit, step))
         self._switchboard.changes.notify()
         await self._stream.send(
@@ -326,8 +329,7 @@ class WorkerEngine:
         flight.check(result, self._info)
         if flight.audit is not None:
             self._auditor.end(flight.audit, result.audit)
-        if flight.span is not None:
-            flight.span.end()
+        flight.end_span()
         now = self._clock()
         output = self._core.update(result.step, now)
         logprobs = flight.new_logprobs(result, output, self._requests)

@@ -6,6 +6,7 @@ from dataclasses import dataclass, field
 import numpy as np
 from opentelemetry.trace import Span
 
+from headrace.service import telemetry
 from scheduler.audit import OpenAudit
 from scheduler.core.plan import Int32Array, Int64Array, StepOutput, StepPlan, StepResult
 from scheduler.requests import FirstAdmission, LiveRequest, largest_id
@@ -39,6 +40,13 @@ class InFlight:
     asking: Mapping[int, LiveRequest] = field(default_factory=dict)
     audit: OpenAudit | None = None
     step: OpenStep | None = None
+
+    def end_span(self, failure: str = "") -> None:
+        """End the step's span, if it has one; failure: what became of the step."""
+        if self.span is not None:
+            if failure:
+                telemetry.fail(self.span, "worker_lost", failure)
+            self.span.end()
 
     def check(self, result: WorkerResult, info: WorkerSpec) -> None:
         """Compare every field of a worker's result with the plan, before any of it is applied.

@@ -1,21 +1,22 @@
-"""Writes status records, the journal and spans of requests. Nothing of that is waited for."""
+"""Writes status records and the journal of requests, and tells their traces.
 
-from collections.abc import Callable, Sequence
+Nothing of that is waited for.
+"""
+
+from collections.abc import Callable
 from dataclasses import replace
 from typing import Any
 
-from opentelemetry.trace import Span
-
-from headrace.service import telemetry
 from headrace.status.records import Update
 from headrace.status.states import State
 from headrace.status.store import StatusStore
 from scheduler.core.explain import EventKind, HistoryEvent, RequestExplanation
-from scheduler.core.plan import FinishedRequest, RequestStatus, StepPlan
+from scheduler.core.plan import FinishedRequest, Victim
 from scheduler.metrics import RequestMeter
 from scheduler.past import EndedPasts, joined, nothing, with_events
 from scheduler.requests import LiveRequest
 from scheduler.token_journal import TokenJournal
+from scheduler.traces import RequestTraces
 from scheduler.worker import WorkerSpec
 
 
@@ -35,36 +36,16 @@ class RequestLog:
         self._scheduler_id = scheduler_id
         self._incarnation = incarnation
         self._clock = clock
-        self._spans: dict[int, Span] = {}
+        self.traces = RequestTraces()
         # Writes tokens, and ends after them; None: no tokens are kept.
         self.journal: TokenJournal | None = None
         # Of ended requests; a live request has its own.
         self.pasts = EndedPasts()
         self.meter = RequestMeter()
 
-    @property
-    def num_open(self) -> int:
-        """Spans of requests that have not ended."""
-        return len(self._spans)
-
     def submitted(self, request: LiveRequest, worker_id: str) -> None:
         """A worker's engine took the request, for the first time or after its worker was lost."""
-        if not request.is_traced:
-            return
-        if (span := self._spans.get(request.key)) is not None:
-            span.add_event("moved", {"worker_id": worker_id})
-            return
-        submission = request.submission
-        self._spans[request.key] = telemetry.begin_span(
-            "schedule",
-            submission.traceparent,
-            {
-                telemetry.RESPONSE_ID: submission.request_id,
-                telemetry.REQUEST_MODEL: submission.model,
-                telemetry.USAGE_INPUT_TOKENS: len(submission.prompt_token_ids),
-                "worker_id": worker_id,
-            },
-        )
+        self.traces.submitted(request, worker_id)
 
     def admitted(
         self, request: LiveRequest, num_cached_tokens: int, info: WorkerSpec, step: int
@@ -79,8 +60,7 @@ class RequestLog:
         )
         if request.is_recovering:
             self._recovered(request, num_cached_tokens, info.worker_id, step)
-        if (span := self._spans.get(request.key)) is not None:
-            span.add_event("admitted", {telemetry.USAGE_CACHED_TOKENS: num_cached_tokens})
+        self.traces.admitted(request, num_cached_tokens, info.worker_id, step)
 
     def lost(
         self, request: LiveRequest, worker_id: str, step: int, done: RequestExplanation | None
@@ -90,6 +70,7 @@ class RequestLog:
         request.past = past if done is None else joined(past, done)
         self._note(request, EventKind.LOST, f"its worker {worker_id} was lost at step {step}", step)
         request.is_recovering = request.is_admitted
+        self.traces.lost(request, worker_id, step)
 
     def _recovered(
         self, request: LiveRequest, num_cached_tokens: int, worker_id: str, step: int
@@ -132,8 +113,7 @@ class RequestLog:
         epoch = request.submission.epoch
         detail = f"taken over by router {router_id} under epoch {epoch}, and goes on"
         self._note(request, EventKind.RESUMED, detail)
-        if (span := self._spans.get(request.key)) is not None:
-            span.add_event("taken over")
+        self.traces.taken_over(request, router_id)
 
     def _note(self, request: LiveRequest, kind: EventKind, detail: str, step: int = 0) -> None:
         """Add an entry to the request's past."""
@@ -141,18 +121,16 @@ class RequestLog:
         past = request.past or nothing(request.submission.request_id)
         request.past = with_events(past, [event])
 
-    def preempted(self, request: LiveRequest) -> None:
+    def preempted(self, request: LiveRequest, victim: Victim) -> None:
         """The request was preempted."""
         self._record(request, State.PREEMPTED)
-        if (span := self._spans.get(request.key)) is not None:
-            span.add_event("preempted")
+        self.traces.preempted(request, victim)
 
     def paused(self, request: LiveRequest, num_lost_tokens: int) -> None:
         """The request was paused, because its client does not read, and lost its blocks."""
         self.meter.num_tokens_lost_to_pauses += num_lost_tokens
         self._record(request, State.PAUSED)
-        if (span := self._spans.get(request.key)) is not None:
-            span.add_event("paused")
+        self.traces.paused(request, num_lost_tokens)
 
     def finished(
         self, request: LiveRequest, facts: FinishedRequest, message: str, num_generated: int
@@ -162,33 +140,7 @@ class RequestLog:
         self.pasts.keep(request.submission.request_id, request.past)
         if self._store.is_configured:
             self._record_end(request, facts, message, num_generated)
-        if (span := self._spans.pop(request.key, None)) is not None:
-            reason = facts.status.name.lower()
-            span.set_attribute(telemetry.RESPONSE_FINISH_REASONS, [reason])
-            span.set_attribute(telemetry.USAGE_OUTPUT_TOKENS, num_generated)
-            if facts.status is RequestStatus.ERROR:
-                span.set_attribute(telemetry.ERROR_TYPE, reason)
-            span.end()
-
-    def begin_step(self, plan: StepPlan, placed: Sequence[LiveRequest]) -> Span | None:
-        """A span for a step that places traced requests in rows; the caller ends it.
-
-        It hangs under the first of them and is linked to the others. Later steps of theirs have
-        no span: a trace that grew with every token would tell less, not more.
-        """
-        spans = [self._spans[request.key] for request in placed if request.is_traced]
-        if not spans:
-            return None
-        return telemetry.begin_span(
-            "step",
-            telemetry.traceparent_of(spans[0]),
-            {
-                "step_id": plan.step_id,
-                "num_reqs": plan.num_reqs,
-                "num_scheduled_tokens": int(plan.num_scheduled_tokens.sum()),
-            },
-            links=[telemetry.traceparent_of(span) for span in spans[1:]],
-        )
+        self.traces.finished(request, facts, message, num_generated)
 
     def _record_end(
         self, request: LiveRequest, facts: FinishedRequest, message: str, num_generated: int

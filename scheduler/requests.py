@@ -132,10 +132,6 @@ class LiveRequest:
         """Tokens that the owner starts from."""
         return len(self.submission.prompt_token_ids) + len(self.generated_token_ids)
 
-    @property
-    def is_traced(self) -> bool:
-        return bool(self.submission.traceparent)
-
 
 class LiveRequestTable:
     """All live requests by key and by id, with their routing columns."""

@@ -349,6 +349,10 @@ def _begin_span(plan: ReceivedPlan) -> Span:
 
 
 def _end_span(span: Span, step: "Future[ExecutedStep]") -> None:
-    if (error := step.exception()) is not None:
+    error = step.exception()
+    if isinstance(error, _StaleStreamError):
+        # The scheduler has left, or another one has come: nobody waits for the step.
+        telemetry.fail(span, "cancelled", "", is_fault=False)
+    elif error is not None:
         telemetry.note_error(span, error)
     span.end()

@@ -2,7 +2,8 @@
 
 Trace context travels as a W3C `traceparent` string, because most hops are not calls but fields of
 messages on long streams. Without an endpoint the SDK is not even imported, and a span
-costs one comparison; a caller's context is still passed on.
+costs one comparison; a caller's context is still passed on. Where a trace begins it is decided
+whether the trace is sampled; below a span that is not, nothing is made.
 
 Attribute names follow OpenTelemetry's semantic conventions for RPC and for generative AI.
 """
@@ -24,6 +25,7 @@ from opentelemetry.trace.propagation.tracecontext import TraceContextTextMapProp
 from opentelemetry.trace.status import Status, StatusCode
 
 from headrace.service.config import ConfigError
+from headrace.service.errors import ServiceError
 from headrace.service.handlers import Behaviour, surround
 
 if TYPE_CHECKING:
@@ -53,6 +55,8 @@ RPC_STATUS_CODE = "rpc.response.status_code"
 # A collector that hangs must not delay the end of a service for longer than this.
 EXPORT_TIMEOUT_S = 2.0
 _FLUSH_TIMEOUT_MS = 2_000
+# News of the caller's timer may come before the same timer here runs out.
+_DEADLINE_MARGIN_S = 0.05
 
 _PROPAGATOR = TraceContextTextMapPropagator()
 
@@ -115,8 +119,11 @@ def setup(service_name: str, endpoint: str | None = None) -> Telemetry:
     from opentelemetry.exporter.otlp.proto.grpc.trace_exporter import OTLPSpanExporter
     from opentelemetry.sdk.trace import TracerProvider
     from opentelemetry.sdk.trace.export import BatchSpanProcessor
+    from opentelemetry.sdk.trace.sampling import ParentBased
 
     provider = TracerProvider(resource=resource_of(service_name), shutdown_on_exit=False)
+    # OTEL_TRACES_SAMPLER may name a sampler that would cut a caller's trace into pieces.
+    provider.sampler = ParentBased(provider.sampler)
     exporter = OTLPSpanExporter(endpoint=endpoint, timeout=EXPORT_TIMEOUT_S)
     provider.add_span_processor(BatchSpanProcessor(exporter))
     _tracer = provider.get_tracer("headrace")
@@ -168,18 +175,29 @@ def begin_span(
         links: traceparents of other requests that this work also serves.
     """
     parent = current_span() if traceparent is None else parse_traceparent(traceparent)
-    if _tracer is None:
-        return parent or trace.INVALID_SPAN
+    above = trace.INVALID_SPAN_CONTEXT if parent is None else parent.get_span_context()
+    if _tracer is None or (above.is_valid and not above.trace_flags.sampled):
+        # Not the parent itself, which may be a span of the application: the caller ends this one.
+        return trace.NonRecordingSpan(above)
     context = trace.set_span_in_context(parent or trace.INVALID_SPAN)
     linked = [Link(s.get_span_context()) for t in links if (s := parse_traceparent(t)) is not None]
     return _tracer.start_span(name, context, kind, dict(attributes or {}), links=linked)
 
 
-def record_span(name: str, parent: Span, begin_unix_s: float, end_unix_s: float) -> None:
-    """Records a span of work that is over, under another span."""
-    if _tracer is not None:
+def record_span(
+    name: str,
+    parent: Span,
+    begin_unix_s: float,
+    end_unix_s: float,
+    attributes: Attributes | None = None,
+) -> None:
+    """Records a span of work that is over, under another span that is recorded."""
+    if _tracer is not None and parent.is_recording():
         context = trace.set_span_in_context(parent)
-        span = _tracer.start_span(name, context, start_time=int(begin_unix_s * 1e9))
+        begin_unix_ns = int(begin_unix_s * 1e9)
+        span = _tracer.start_span(
+            name, context, attributes=dict(attributes or {}), start_time=begin_unix_ns
+        )
         span.end(int(end_unix_s * 1e9))
 
 
@@ -217,14 +235,31 @@ def use_span(span: Span, *, notes_errors: bool = False) -> Iterator[Span]:
 
 
 def note_error(span: Span, error: BaseException) -> None:
-    """Records on a span why its work ended early; the caller still ends the span."""
+    """Records on a span why its work ended early; the caller still ends the span.
+
+    A refusal of what a caller asked for is no error of a server's span, and one of a client's.
+    """
     if not span.is_recording():
         return
     if isinstance(error, asyncio.CancelledError | GeneratorExit):
         span.set_attribute(ERROR_TYPE, "cancelled")
         return
-    span.set_attribute(ERROR_TYPE, type(error).__qualname__)
-    span.set_status(Status(StatusCode.ERROR, str(error)))
+    if isinstance(error, ServiceError):
+        span.set_attribute(RPC_STATUS_CODE, error.code.name)
+        fail(span, error.reason, error.message, is_fault=_is_fault(span, error.code.name))
+    else:
+        fail(span, type(error).__qualname__, str(error))
+
+
+def fail(span: Span, error_type: str, message: str, *, is_fault: bool = True) -> None:
+    """Records that work failed; is_fault: not because of what the caller asked for or did."""
+    span.set_attribute(ERROR_TYPE, error_type)
+    if is_fault:
+        span.set_status(Status(StatusCode.ERROR, message))
+
+
+def _is_fault(span: Span, code: str) -> bool:
+    return code in _SERVER_FAULTS or getattr(span, "kind", None) is SpanKind.CLIENT
 
 
 def current_span() -> Span:
@@ -263,6 +298,20 @@ def outgoing_metadata(span: Span | None = None) -> tuple[tuple[str, str], ...]:
     return (("traceparent", traceparent),) if traceparent else ()
 
 
+def is_sampled(traceparent: str) -> bool:
+    """Whether the caller exports the trace, so that its spans are to be made here, too."""
+    # In every version of the form the flags are the two digits after 53 characters.
+    if len(traceparent) < 55 or traceparent[54] not in "13579bdf":
+        return False
+    return parse_traceparent(traceparent) is not None
+
+
+def link(span: Span, other: Span) -> None:
+    """Link a span to another one, perhaps of another trace."""
+    if span.is_recording():
+        span.add_link(other.get_span_context())
+
+
 def incoming_traceparent(context: grpc.aio.ServicerContext[Any, Any]) -> str | None:
     """The `traceparent` in a call's metadata; None when the caller sent none."""
     for key, value in context.invocation_metadata() or ():
@@ -288,26 +337,40 @@ class ServerSpans(grpc.aio.ServerInterceptor):
             return handler
 
         async def traced(behaviour: Behaviour, messages: Any, context: Any) -> Any:
-            with _server_span(handler_call_details.method, str(traceparent), context):
+            method = handler_call_details.method.removeprefix("/")
+            attributes = {RPC_SYSTEM: "grpc", RPC_METHOD: method}
+            with call_span(method, str(traceparent), attributes, context):
                 return await behaviour(messages, context)
 
         return surround(handler, traced)
 
 
 @contextlib.contextmanager
-def _server_span(method: str, traceparent: str, context: Any) -> Iterator[None]:
-    """A span of one call, with the status that the caller gets."""
-    name = method.removeprefix("/")
-    attributes = {RPC_SYSTEM: "grpc", RPC_METHOD: name}
-    with use_span(begin_span(name, traceparent, attributes, kind=SpanKind.SERVER)) as span:
-        code = "UNKNOWN"
+def call_span(
+    name: str,
+    traceparent: str,
+    attributes: Attributes,
+    context: Any,
+    *,
+    links: Sequence[str] = (),
+) -> Iterator[Span]:
+    """A SERVER span around the answer to a call, with the status that the caller gets."""
+    span = begin_span(name, traceparent, attributes, kind=SpanKind.SERVER, links=links)
+    with use_span(span):
+        if not span.is_recording():
+            yield span
+            return
+        code, reason = "UNKNOWN", ""
         try:
-            yield
+            yield span
             code = _code_name(context.code())
+        except ServiceError as error:
+            code, reason = error.code.name, error.reason
+            raise
         except asyncio.CancelledError:
             # gRPC cancels a handler when the caller cancels and when the deadline passes.
             remaining = context.time_remaining()
-            is_late = remaining is not None and remaining <= 0
+            is_late = remaining is not None and remaining <= _DEADLINE_MARGIN_S
             code = "DEADLINE_EXCEEDED" if is_late else "CANCELLED"
             raise
         except Exception:
@@ -317,9 +380,7 @@ def _server_span(method: str, traceparent: str, context: Any) -> Iterator[None]:
         finally:
             span.set_attribute(RPC_STATUS_CODE, code)
             if code != "OK":
-                span.set_attribute(ERROR_TYPE, code)
-            if code in _SERVER_FAULTS:
-                span.set_status(Status(StatusCode.ERROR, code))
+                fail(span, reason or code, code, is_fault=code in _SERVER_FAULTS)
 
 
 def _code_name(code: Any) -> str:

@@ -91,6 +91,7 @@ class InferenceService:
             ):
                 live = await self._submit(request, reservation, wanted, model_name, context)
                 is_taken = True
+                spans.follow(span, live, self._router)
                 # `live` holds everything that the answer needs.
                 del request
                 release_request()
@@ -130,20 +131,22 @@ class InferenceService:
             traceparent=telemetry.current_traceparent(),
             body_sha256=reservation.body_sha256,
         )
-        with telemetry.start_span("tokenize"):
-            token_ids, text = await services.prompts.read(
-                model_name,
-                wire.to_prompt(request, bounds),
-                lambda least_tokens: self._router.check(spec, least_tokens),
-                functools.partial(self._router.max_prompt_tokens, model_name),
-                echo=spec.echo,
-                keep_special_tokens=spec.keep_special_tokens,
+        with telemetry.start_span("admission"):
+            with telemetry.start_span("tokenize"):
+                token_ids, text = await services.prompts.read(
+                    model_name,
+                    wire.to_prompt(request, bounds),
+                    lambda least_tokens: self._router.check(spec, least_tokens),
+                    functools.partial(self._router.max_prompt_tokens, model_name),
+                    echo=spec.echo,
+                    keep_special_tokens=spec.keep_special_tokens,
+                )
+            if words := list(request.sampling.bad_words):
+                bad_words = await services.prompts.bad_words(model_name, words)
+                wire.add_bad_token_ids(spec, bad_words)
+            return self._router.submit(
+                reservation, spec, token_ids, text, tokenizer, first_tokens=first_tokens
             )
-        if words := list(request.sampling.bad_words):
-            wire.add_bad_token_ids(spec, await services.prompts.bad_words(model_name, words))
-        return self._router.submit(
-            reservation, spec, token_ids, text, tokenizer, first_tokens=first_tokens
-        )
 
     async def _answer(self, live: ClientRequest, access: Access, context: Any) -> None:
         request_id = access.outer_id(live.spec.request_id)
@@ -167,6 +170,7 @@ class InferenceService:
             spans.resumption(origin.spec, context) as span,
         ):
             del origin
+            spans.follow(span, live, self._router)
             try:
                 await self._answer(live, access, context)
             finally:

@@ -28,6 +28,8 @@ class ReceivedSpan:
     links: tuple[str, ...]
     begin_unix_ns: int = 0
     end_unix_ns: int = 0
+    # Name and attributes.
+    events: tuple[tuple[str, dict[str, Any]], ...] = ()
 
 
 @dataclass(frozen=True)
@@ -66,7 +68,14 @@ def _point(service, metric, point) -> ReceivedMetric:
 
 
 def _values(attributes):
-    return {a.key: getattr(a.value, a.value.WhichOneof("value")) for a in attributes}
+    return {a.key: _value(a.value) for a in attributes}
+
+
+def _value(value):
+    kind = value.WhichOneof("value")
+    if kind == "array_value":
+        return [_value(each) for each in value.array_value.values]
+    return getattr(value, kind)
 
 
 class OtlpReceiver(trace_service_pb2_grpc.TraceServiceServicer):
@@ -106,6 +115,7 @@ class OtlpReceiver(trace_service_pb2_grpc.TraceServiceServicer):
             links=tuple(link.span_id.hex() for link in span.links),
             begin_unix_ns=span.start_time_unix_nano,
             end_unix_ns=span.end_time_unix_nano,
+            events=tuple((event.name, _values(event.attributes)) for event in span.events),
         )
 
     def take(self, points) -> None:

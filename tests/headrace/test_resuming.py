@@ -8,6 +8,7 @@ import pytest
 
 from headrace import resuming
 from headrace.client import HeadraceClient, ResumePolicy, Sampling, ServiceError, gather
+from headrace.service import telemetry
 from headrace.service.errors import (
     aborted,
     deadline_exceeded,
@@ -20,6 +21,7 @@ from headrace.service.errors import (
 )
 from headrace.vocabulary import FinishReason
 from tests.headrace import fake_inference
+from tests.headrace.otlp_receiver import OtlpReceiver
 from tests.headrace.tcp_proxy import TcpProxy
 from tests.headrace.waiting import until
 
@@ -95,6 +97,34 @@ async def test_a_cut_stream_goes_on_without_a_gap_and_says_so(cluster):
     lost, back = cluster.told
     assert lost == f"lost the connection to {cluster.proxies[0].address} (UNREACHABLE), resuming"
     assert back.startswith("resumed after ")
+
+
+async def test_the_span_of_a_later_call_is_linked_to_the_first_in_its_trace(cluster, monkeypatch):
+    monkeypatch.setenv("OTEL_BSP_SCHEDULE_DELAY", "50")
+    receiver = OtlpReceiver()
+    exporting = telemetry.setup("client", receiver.endpoint)
+    try:
+        _, stream = await begin(cluster)
+        rest = asyncio.create_task(rest_of(stream))
+        await cluster.proxies[0].cut()
+        await until(lambda: sum(cluster.num_resumed) == 1)
+        cluster.open_gates()
+        await rest
+        await asyncio.to_thread(exporting.shutdown)
+        first, *later = sorted(receiver.wait(2), key=lambda span: span.begin_unix_ns)
+    finally:
+        exporting.shutdown()
+        receiver.stop()
+    assert (first.name, first.status, first.attributes["error.type"]) == (
+        "headrace.v1.Inference/Generate",
+        2,
+        "UNREACHABLE",
+    )
+    # Perhaps a call or two did not get through before the one that did.
+    assert later[-1].name == "headrace.v1.Inference/Resume"
+    assert later[-1].status == 0
+    for span in later:
+        assert (span.trace_id, span.links) == (first.trace_id, (first.span_id,))
 
 
 async def test_the_next_router_is_asked_for_the_next_token(cluster):

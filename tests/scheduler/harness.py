@@ -136,7 +136,7 @@ def _has_no_request(switchboard: Switchboard) -> bool:
 
 
 def _check_nothing_is_left(pool: Pool, switchboard: Switchboard) -> None:
-    assert not switchboard.log.num_open
+    assert not switchboard.log.traces
     assert not pool._stranded
     assert not any(switchboard._by_handle.values())
     assert not switchboard.requests._by_id

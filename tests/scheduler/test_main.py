@@ -195,13 +195,14 @@ async def test_a_traced_request_has_its_spans_and_the_worker_is_told(worker, tmp
                 await router.finished(handle)
             process.send_signal(signal.SIGTERM)
             await process.wait()
-        spans = {span.name: span for span in await asyncio.to_thread(receiver.wait, 2)}
+        spans = {span.name: span for span in await asyncio.to_thread(receiver.wait, 4)}
     finally:
         receiver.stop()
     schedule, step = spans["schedule"], spans["step"]
     assert {schedule.trace_id, step.trace_id} == {TRACE_ID}
     assert schedule.parent_id == "b7ad6b7169203331"
-    assert step.parent_id == schedule.span_id
+    assert {spans[name].parent_id for name in ("wait", "residency")} == {schedule.span_id}
+    assert step.parent_id == spans["residency"].span_id
     assert schedule.attributes["gen_ai.usage.output_tokens"] == 3
     told = [plan.traceparent for plan in worker.plans if plan.traceparent]
     assert told == [f"00-{TRACE_ID}-{step.span_id}-01"]

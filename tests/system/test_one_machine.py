@@ -224,27 +224,59 @@ def test_a_request_that_can_never_fit_is_refused_and_says_why(server):
     assert done.stderr.count("\n") == 1
 
 
-def test_one_trace_from_the_command_to_the_workers_step(server, receiver):
-    environment = os.environ | {"OTEL_EXPORTER_OTLP_ENDPOINT": receiver.endpoint}
-    prompt = ("generate", "--chat", "Hi", "--max-tokens", "2")
-    assert headrace(*prompt, server=server, env=environment).returncode == 0
+# The spans of a request that nothing disturbs: service and name, under the one above.
+TREE = {
+    ("cli", "headrace.v1.Inference/Generate"): None,
+    ("router", "headrace.v1.Inference/Generate"): ("cli", "headrace.v1.Inference/Generate"),
+    ("router", f"chat {MODEL}"): ("router", "headrace.v1.Inference/Generate"),
+    ("router", "admission"): ("router", f"chat {MODEL}"),
+    ("router", "tokenize"): ("router", "admission"),
+    **{
+        ("router", stage): ("router", f"chat {MODEL}")
+        for stage in ("queue", "prefill", "decode", "detokenize")
+    },
+    ("scheduler", "schedule"): ("router", f"chat {MODEL}"),
+    ("scheduler", "wait"): ("scheduler", "schedule"),
+    ("scheduler", "residency"): ("scheduler", "schedule"),
+    ("scheduler", "step"): ("scheduler", "residency"),
+    ("gpuworker", "gpuworker step"): ("scheduler", "step"),
+}
 
-    def chain():
-        by_id = {span.span_id: span for span in receiver.spans}
-        for span in receiver.spans:
-            path = [span]
-            while path[-1].parent_id in by_id:
-                path.append(by_id[path[-1].parent_id])
-            services = [s.service.removeprefix("headrace-") for s in path]
-            if services[0] == "gpuworker" and services[-1] == "cli":
-                return path
-        return None
 
-    path = until(chain)
-    assert len({span.trace_id for span in path}) == 1
-    names = [span.name for span in path]
-    assert f"chat {MODEL}" in names
-    assert names[-1] == "headrace.v1.Inference/Generate"
+def test_one_trace_from_the_command_to_the_workers_step_or_none_at_all(server, receiver):
+    names = {"1": f"traced-{os.getpid()}", "0": f"untraced-{os.getpid()}"}
+    # The request that is not sampled comes first: what it exports would come first, too.
+    for share in ("0", "1"):
+        environment = os.environ | {
+            "OTEL_EXPORTER_OTLP_ENDPOINT": receiver.endpoint,
+            "OTEL_TRACES_SAMPLER": "traceidratio",
+            "OTEL_TRACES_SAMPLER_ARG": share,
+        }
+        prompt = ("generate", "--chat", "Hi", "--max-tokens", "2", "--request-id", names[share])
+        assert headrace(*prompt, server=server, env=environment).returncode == 0
+
+    def found():
+        """Of each span of the trace, the span above; once there are enough."""
+        spans = list(receiver.spans)
+        mine = [s for s in spans if s.attributes.get("gen_ai.response.id") == names["1"]]
+        trace = [s for s in spans if mine and s.trace_id == mine[0].trace_id]
+        by_id = {s.span_id: (s.service.removeprefix("headrace-"), s.name) for s in trace}
+        tree = {by_id[s.span_id]: by_id.get(s.parent_id) for s in trace}
+        return (tree, trace) if len(trace) >= len(TREE) else None
+
+    tree, trace = until(found)
+    assert tree == TREE
+    assert len(trace) == len(TREE)
+    assert {span.status for span in trace} == {0}
+    root = next(span for span in trace if not span.parent_id)
+    # Nothing begins before its parent, but for clocks that are read in another order.
+    assert all(span.begin_unix_ns >= root.begin_unix_ns - 10**7 for span in trace)
+    ids = {span.attributes.get("gen_ai.response.id") for span in receiver.spans}
+    assert names["1"] in ids
+    assert names["0"] not in ids
+    # Steps of the other request would be under no span that came.
+    every = {span.span_id for span in receiver.spans}
+    assert all(s.parent_id in every for s in receiver.spans if s.service == "headrace-gpuworker")
 
 
 def test_the_demo_answers_and_leaves_nothing(model_path, tmp_path):

@@ -1,7 +1,9 @@
 """The span of a Generate call, over the real OTLP wire."""
 
 import asyncio
+import contextlib
 
+import grpc.aio
 import pytest
 
 from headrace.service import telemetry
@@ -30,12 +32,13 @@ async def answer(stack, metadata=()):
 
 async def generation(receiver):
     """The span of the only request; the other spans are its stages."""
-    spans = await asyncio.to_thread(receiver.wait, 5)
+    spans = await asyncio.to_thread(receiver.wait, 7)
     (root,) = [span for span in spans if span.name == f"text_completion {MODEL}"]
-    stages = [span for span in spans if span is not root]
-    assert sorted(span.name for span in stages) == ["decode", "prefill", "queue", "tokenize"]
-    assert {span.parent_id for span in stages} == {root.span_id}
-    assert {span.trace_id for span in stages} == {root.trace_id}
+    by_name = {span.name: span for span in spans if span is not root}
+    assert sorted(by_name) == ["admission", "decode", "detokenize", "prefill", "queue", "tokenize"]
+    assert by_name.pop("tokenize").parent_id == by_name["admission"].span_id
+    assert {span.parent_id for span in by_name.values()} == {root.span_id}
+    assert {span.trace_id for span in spans} == {root.trace_id}
     return root
 
 
@@ -79,6 +82,48 @@ async def test_the_stages_of_a_request_follow_each_other(receiver, stack):
     assert times[5] == times[6]
     assert times[2:] == sorted(times[2:])
     assert root.end_unix_ns >= times[1] >= times[0] >= root.begin_unix_ns
+    text = by_name["detokenize"]
+    assert 1 <= text.attributes["headrace.num_pieces"] <= 3
+    assert 0 < text.attributes["headrace.busy_s"] <= (text.end_unix_ns - text.begin_unix_ns) / 1e9
+
+
+async def test_an_unsampled_request_makes_no_span_and_its_trace_goes_on(receiver, stack):
+    unsampled = CALLER.replace("0af", "0cf").removesuffix("1") + "0"
+    await answer(stack, metadata=(("traceparent", unsampled),))
+    assert stack.scheduler.submissions[0].traceparent == unsampled
+    await answer(stack, metadata=(("traceparent", CALLER),))
+    await generation(receiver)
+    assert {span.trace_id for span in receiver.spans} == {CALLER.split("-")[1]}
+
+
+async def ended_span(receiver, stack, call):
+    """The request's span once a call has ended by itself or by its caller."""
+    with contextlib.suppress(grpc.aio.AioRpcError, asyncio.CancelledError):
+        while await call.read() is not grpc.aio.EOF:
+            pass
+    named = f"text_completion {MODEL}"
+    await stack.until(lambda: any(span.name == named for span in receiver.spans))
+    return next(span for span in receiver.spans if span.name == named)
+
+
+async def test_a_callers_mistake_is_no_error_of_the_router(receiver, stack):
+    span = await ended_span(receiver, stack, stack.generate(sampling={"max_tokens": 10**6}))
+    attributes = span.attributes
+    assert attributes["rpc.response.status_code"] == "INVALID_ARGUMENT"
+    assert (attributes["error.type"], span.status) == ("INVALID_FIELD", 0)
+
+
+async def test_a_call_whose_time_is_up_and_one_that_is_cancelled_differ(receiver, stack):
+    stack.scheduler.limit = 2
+    late = await ended_span(receiver, stack, stack.generate(timeout=0.3))
+    assert late.attributes["rpc.response.status_code"] == "DEADLINE_EXCEEDED"
+    assert late.status == 2
+    receiver.spans.clear()
+    call = stack.generate()
+    await call.read()
+    call.cancel()
+    given_up = await ended_span(receiver, stack, call)
+    assert (given_up.attributes["error.type"], given_up.status) == ("CANCELLED", 0)
 
 
 async def test_a_later_call_in_a_trace_of_its_own_is_linked_to_the_first(receiver, stack):
