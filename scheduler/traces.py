@@ -47,7 +47,7 @@ class _Traced:
     is_running: bool = False
     reason: WaitReason | None = None
 
-    def next(self, name: str, end: str, **attributes: str | int) -> None:
+    def next(self, name: str, end: str, attributes: telemetry.Attributes) -> None:
         """End the stage, for the reason `end`, and begin another one."""
         self.stage.set_attribute(END, end)
         self.stage.end()
@@ -105,9 +105,12 @@ class RequestTraces:
     ) -> None:
         """The request got a row."""
         if (traced := self._open.get(request.key)) is not None:
-            cached = {telemetry.USAGE_CACHED_TOKENS: num_cached_tokens}
-            place = {WORKER_ID: worker_id, STEP_ID: step}
-            traced.next(RESIDENCY, "admitted", **cached, **place)
+            facts: dict[str, str | int] = {
+                WORKER_ID: worker_id,
+                STEP_ID: step,
+                telemetry.USAGE_CACHED_TOKENS: num_cached_tokens,
+            }
+            traced.next(RESIDENCY, "admitted", facts)
 
     def preempted(self, request: LiveRequest, victim: Victim) -> None:
         """The request lost its blocks to another one."""
@@ -119,20 +122,23 @@ class RequestTraces:
                     "headrace.num_lost_tokens": victim.num_lost_tokens,
                 }
             )
-            traced.next(WAIT, "preempted", **{REASON: "preempted"})
+            traced.next(WAIT, "preempted", {REASON: "preempted"})
 
     def paused(self, request: LiveRequest, num_lost_tokens: int) -> None:
         """The request lost its blocks because its client does not read."""
         if (traced := self._open.get(request.key)) is not None:
             traced.stage.set_attribute("headrace.num_lost_tokens", num_lost_tokens)
-            traced.next(WAIT, "paused", **{REASON: "client"})
+            traced.next(WAIT, "paused", {REASON: "client"})
 
     def lost(self, request: LiveRequest, worker_id: str, step: int) -> None:
         """The request's worker was lost at a step."""
         if (traced := self._open.get(request.key)) is not None:
-            traced.next(
-                WAIT, "lost", **{REASON: "worker_lost", WORKER_ID: worker_id, STEP_ID: step}
-            )
+            facts: dict[str, str | int] = {
+                REASON: "worker_lost",
+                WORKER_ID: worker_id,
+                STEP_ID: step,
+            }
+            traced.next(WAIT, "lost", facts)
 
     def taken_over(self, request: LiveRequest, router_id: str) -> None:
         """Another router has the request, which goes on."""
@@ -191,7 +197,7 @@ class RequestTraces:
         for _, other in others:
             telemetry.link(other.stage, span)
         for position, traced in found:
-            facts = {
+            facts: dict[str, str | int] = {
                 STEP_ID: plan.step_id,
                 NUM_TOKENS: int(plan.num_scheduled_tokens[position]),
                 NUM_COMPUTED_TOKENS: int(plan.num_computed_tokens[position]),
