@@ -73,6 +73,7 @@ class HeadraceClient:
         *,
         resume: ResumePolicy | None = None,
         tell: Tell = lambda _: None,
+        tls_name: str = "",
     ) -> None:
         """
         Args:
@@ -81,8 +82,9 @@ class HeadraceClient:
             resume: when a stream goes on after its connection is lost; None: for up to a minute.
             tell: called with a line for a person when a connection is lost, and when a stream is
                 resumed.
+            tls_name: what the server's certificate must certify; empty: the host in `target`.
         """
-        self._routers = Routers(target, config)
+        self._routers = Routers(target, config, tls_name)
         self._policy = resume or ResumePolicy()
         self._tell = tell
         self._ending = Ending(self.abort)

@@ -30,9 +30,10 @@ _CONNECTING = {grpc.ChannelConnectivity.IDLE, grpc.ChannelConnectivity.CONNECTIN
 class RouterChannel:
     """A router's address and channel; the channel is opened at the first call."""
 
-    def __init__(self, address: str, config: ChannelConfig | None) -> None:
+    def __init__(self, address: str, config: ChannelConfig | None, tls_name: str = "") -> None:
         self.address = address
         self._config = config
+        self._tls_name = tls_name
         self._channel: grpc.aio.Channel | None = None
         self._stub: Any = None
 
@@ -40,7 +41,7 @@ class RouterChannel:
     def stub(self) -> Any:
         """What calls are made with."""
         if self._channel is None:
-            self._channel = open_channel(self.address, self._config)
+            self._channel = open_channel(self.address, self._config, tls_name=self._tls_name)
             self._stub = inference_pb2_grpc.InferenceStub(self._channel)
         return self._stub
 
@@ -113,10 +114,10 @@ def _is_of_the_way(error: ServiceError) -> bool:
 class Routers:
     """Several routers, of which one is used until it fails."""
 
-    def __init__(self, target: str, config: ChannelConfig | None) -> None:
-        """target: addresses, separated by commas."""
+    def __init__(self, target: str, config: ChannelConfig | None, tls_name: str = "") -> None:
+        """target: addresses, separated by commas. tls_name: see open_channel."""
         addresses = [address.strip() for address in target.split(",")]
-        self._routers = [RouterChannel(address, config) for address in addresses if address]
+        self._routers = [RouterChannel(one, config, tls_name) for one in addresses if one]
         if not self._routers:
             raise ValueError(f"target: must be HOST:PORT or unix:PATH, or several, is {target!r}")
         self._current = 0

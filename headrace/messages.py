@@ -12,6 +12,7 @@ from headrace.types import (
     AbortResult,
     ChatMessage,
     Delta,
+    DurationCounts,
     ExplainEvent,
     ModelInfo,
     PoolInfo,
@@ -190,6 +191,12 @@ def to_pool(r: inference_pb2.GetPoolResponse) -> PoolInfo:
         schedulers=tuple(map(_scheduler_link, r.schedulers)),
         has_store=r.has_store,
         is_store_up=r.is_store_up,
+        durations=tuple(
+            DurationCounts(
+                metric=d.metric, model=d.model, bounds_s=tuple(d.bounds_s), counts=tuple(d.counts)
+            )
+            for d in r.durations
+        ),
     )
 
 

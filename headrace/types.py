@@ -274,6 +274,20 @@ class SchedulerLink:
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
+class DurationCounts:
+    """Durations of a model's requests since a router started, counted by bucket.
+
+    metric is an OpenTelemetry name, e.g. "gen_ai.server.time_to_first_token". bounds_s are the
+    upper bounds of the buckets, in seconds; counts has one more, of what is longer.
+    """
+
+    metric: str
+    model: str
+    bounds_s: tuple[float, ...]
+    counts: tuple[int, ...]
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
 class PoolInfo:
     """The workers and schedulers, and what waits in and is out from the router that was asked.
 
@@ -290,6 +304,7 @@ class PoolInfo:
     schedulers: tuple[SchedulerLink, ...] = ()
     has_store: bool = False
     is_store_up: bool = False
+    durations: tuple[DurationCounts, ...] = ()
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

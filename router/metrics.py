@@ -8,6 +8,7 @@ from headrace.service.errors import ServiceError
 from headrace.service.metrics import (
     WAIT_BOUNDS_S,
     BoundedLabel,
+    Distribution,
     Labels,
     Metric,
     Reading,
@@ -252,6 +253,19 @@ class Meters:
         if timeline.first_token is not None and num_gaps > 0 and not request.is_taken_up:
             per_token_s = (timeline.ended - timeline.first_token) / num_gaps
             self._time_per_output_token.record(per_token_s, labels)
+
+    def durations(self) -> Iterator[tuple[Metric, str, Distribution]]:
+        """Each histogram by model, all tenants and other labels together."""
+        for recorder in self._recorders:
+            metric, points = recorder.read()
+            at = next(i for i, label in enumerate(metric.labels) if label.endswith("model"))
+            by_model: dict[str, Distribution] = {}
+            for labels, found in points.items():
+                assert isinstance(found, Distribution), "a histogram's"
+                if (total := by_model.setdefault(labels[at], found)) is not found:
+                    total.add(found)
+            for model, total in sorted(by_model.items()):
+                yield metric, model, total
 
     def histograms(self) -> Iterator[Reading]:
         """The readings of all histograms."""

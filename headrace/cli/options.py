@@ -11,6 +11,7 @@ from headrace.parameters import PARAMETERS
 
 if TYPE_CHECKING:
     from headrace.client import HeadraceClient
+    from headrace.service.channels import ChannelConfig
     from headrace.types import Sampling
 
 ClickCommand = TypeVar("ClickCommand", bound=Callable[..., Any])
@@ -120,7 +121,11 @@ _REQUEST = (
 )
 
 
-def _all(options: tuple[Callable[[Any], Any], ...]) -> Callable[[ClickCommand], ClickCommand]:
+def all_of(
+    options: tuple[Callable[[Any], Any], ...],
+) -> Callable[[ClickCommand], ClickCommand]:
+    """A click decorator that adds several options, in this order."""
+
     def decorate(command: ClickCommand) -> ClickCommand:
         for option in reversed(options):
             command = option(command)
@@ -129,9 +134,9 @@ def _all(options: tuple[Callable[[Any], Any], ...]) -> Callable[[ClickCommand], 
     return decorate
 
 
-connection_options = _all(_CONNECTION)
-sampling_options = _all(_SAMPLING)
-request_options = _all(_REQUEST)
+connection_options = all_of(_CONNECTION)
+sampling_options = all_of(_SAMPLING)
+request_options = all_of(_REQUEST)
 resume_option = click.option(
     "--resume-timeout-s",
     type=click.FloatRange(min=0),
@@ -165,14 +170,22 @@ def open_client(arguments: dict[str, Any]) -> "HeadraceClient":
     Call this inside the event loop.
     """
     from headrace.cli.printing import note
-    from headrace.client import ChannelConfig, HeadraceClient, ResumePolicy
+    from headrace.client import HeadraceClient, ResumePolicy
+
+    server, config = take_connection(arguments)
+    policy = ResumePolicy(timeout_s=arguments.pop("resume_timeout_s", 0.0))
+    return HeadraceClient(server, config, resume=policy, tell=note)
+
+
+def take_connection(arguments: dict[str, Any]) -> "tuple[str, ChannelConfig]":
+    """Removes the connection options from `arguments`: the routers, and how to call them."""
+    from headrace.service.channels import ChannelConfig
 
     taken = {name: arguments.pop(name) for name in CONNECTION_NAMES}
     server = str(taken.pop("server"))
     for address in server.split(","):
         _check_address(address.strip())
-    policy = ResumePolicy(timeout_s=arguments.pop("resume_timeout_s", 0.0))
-    return HeadraceClient(server, ChannelConfig(**taken), resume=policy, tell=note)
+    return server, ChannelConfig(**taken)
 
 
 def ask(arguments: dict[str, Any], call: Callable[["HeadraceClient"], Coroutine[Any, Any, T]]) -> T:

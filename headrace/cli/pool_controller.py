@@ -2,19 +2,42 @@
 
 import logging
 import re
-from typing import TYPE_CHECKING, Any
+from collections.abc import Callable
+from typing import Any
 
 import click
 
 from headrace.cli.exits import Failure, run
-from headrace.cli.options import connection_options, open_client
-
-if TYPE_CHECKING:
-    from headrace.client import HeadraceClient
-    from headrace.kubernetes.sizing import Measured, Targets
-    from headrace.types import PoolInfo
+from headrace.cli.options import all_of, connection_options, take_connection
+from headrace.kubernetes.sizing import Targets
 
 _POOL = re.compile(r"([a-z0-9.-]+)=(\d+):(\d+)")
+
+
+# Numbers of Targets that are options: the most that may be given, and the help. The largest
+# latencies are the largest bounds of the routers' histograms.
+_TARGETS: dict[str, tuple[float | None, str]] = {
+    "kv_use": (1, "Fraction of the KV blocks that should be in use."),
+    "queued_per_worker": (None, "Requests that may wait in the routers for each worker."),
+    "queue_wait_s": (600, "Seconds until a worker begins with a request, at most."),
+    "ttft_s": (10, "Seconds to a request's first token, at most."),
+    "tpot_s": (2.5, "Seconds a token after the first, at most."),
+    "up_after_s": (None, "How long a pool is overloaded before it grows."),
+    "down_after_s": (None, "How long a pool could do with one worker less before it shrinks."),
+    "dwell_s": (None, "Least time between two changes of a pool."),
+}
+
+
+def _target(name: str) -> Callable[[Any], Any]:
+    """The option of a number in Targets, with the default that it has there."""
+    most, text = _TARGETS[name]
+    return click.option(
+        "--" + name.replace("_", "-"),
+        type=click.FloatRange(0, most),
+        default=getattr(Targets(), name),
+        show_default=True,
+        help=text,
+    )
 
 
 @click.command("pool-controller")
@@ -26,40 +49,12 @@ _POOL = re.compile(r"([a-z0-9.-]+)=(\d+):(\d+)")
     metavar="STATEFULSET=MIN:MAX",
     help="A pool, and the fewest and most workers that it may have. (repeatable)",
 )
+@all_of(tuple(map(_target, _TARGETS)))
 @click.option(
-    "--kv-use",
-    type=click.FloatRange(0.05, 1),
-    default=0.8,
-    show_default=True,
-    help="Fraction of the KV blocks that should be in use.",
-)
-@click.option(
-    "--queued-per-worker",
-    type=click.FloatRange(min=0, min_open=True),
-    default=2.0,
-    show_default=True,
-    help="Requests that may wait in the router for each worker.",
-)
-@click.option(
-    "--up-after-s",
-    type=click.FloatRange(min=0),
-    default=15.0,
-    show_default=True,
-    help="How long a pool is overloaded before it grows.",
-)
-@click.option(
-    "--down-after-s",
-    type=click.FloatRange(min=0),
-    default=300.0,
-    show_default=True,
-    help="How long a pool could do with one worker less before it shrinks.",
-)
-@click.option(
-    "--dwell-s",
-    type=click.FloatRange(min=0),
-    default=60.0,
-    show_default=True,
-    help="Least time between two changes of a pool.",
+    "--roles",
+    is_flag=True,
+    help="Move workers between prefill and decode in pools that have both, and size a pool of one"
+    " role by what that role does.",
 )
 @click.option(
     "--interval-s",
@@ -76,30 +71,35 @@ _POOL = re.compile(r"([a-z0-9.-]+)=(\d+):(\d+)")
 @connection_options
 def pool_controller(
     pools: tuple[str, ...],
+    roles: bool,
     interval_s: float,
     namespace: str,
     kubeconfig: str,
     dry_run: bool,
     **arguments: Any,
 ) -> None:
-    """Scale pools of gpuworkers by their KV use and by what waits in the router.
+    """Scale pools of gpuworkers by their KV use, by what waits in the routers, and by latencies.
 
-    Of several controllers one leads. Leave a pool to the controller alone: no HPA, no KEDA.
+    The signal that is highest above its target counts; a target of 0 leaves its signal out.
+    Latencies are the 95th percentiles of the last minute. --server may name several routers, or
+    all of them, as a headless Service does; of several controllers one leads. Leave a pool to the
+    controller alone: no HPA, no KEDA.
 
     \b
-    Example:
+    Examples:
       headrace pool-controller --pool headrace-gpuworker-default=1:8 --dry-run
+      headrace pool-controller --pool headrace-gpuworker-default=2:8 --ttft-s 0.5 --tpot-s 0.05 \\
+          --server headrace-router-headless:8700
     """
-    from headrace.kubernetes.sizing import Targets
-
-    names = ("kv_use", "queued_per_worker", "up_after_s", "down_after_s", "dwell_s")
-    values = {name: arguments.pop(name) for name in names}
+    values = {name: arguments.pop(name) for name in _TARGETS}
+    if roles and not values["tpot_s"]:
+        raise click.UsageError("--roles needs --tpot-s: nothing else says how decode workers do")
     targets = {}
     for pool in pools:
         if (parts := _POOL.fullmatch(pool)) is None or int(parts[2]) > int(parts[3]):
             raise click.BadParameter(f"{pool!r} is no STATEFULSET=MIN:MAX", param_hint="--pool")
         bounds = {"min_replicas": int(parts[2]), "max_replicas": int(parts[3])}
-        targets[parts[1]] = Targets(**bounds, **values)
+        targets[parts[1]] = Targets(**bounds, **values, by_role=roles)
     logging.basicConfig(
         level="INFO", format="%(asctime)s %(levelname)s pool-controller %(message)s"
     )
@@ -107,7 +107,7 @@ def pool_controller(
 
 
 async def _control(
-    targets: "dict[str, Targets]",
+    targets: dict[str, Targets],
     interval_s: float,
     namespace: str,
     kubeconfig: str,
@@ -120,50 +120,13 @@ async def _control(
         from headrace.kubernetes.controller import PoolController
     except ModuleNotFoundError as error:
         raise Failure(f"{error}: install headrace[kubernetes]") from error
+    from headrace.pool_load import PoolLoad
     from headrace.service.discovery import DiscoveryConfig
 
     config = DiscoveryConfig("kubernetes", namespace=namespace, kubeconfig=kubeconfig)
-    async with await connect(config) as api, open_client(arguments) as client:
-
-        async def measure(pool: str) -> "Measured":
-            return await _measured(client, pool, list(targets))
-
-        await PoolController(api, targets, measure, is_dry_run=is_dry_run).run(interval_s)
-
-
-async def _measured(client: "HeadraceClient", pool: str, pools: list[str]) -> "Measured":
-    from headrace.connections import UnreachableError
-    from headrace.service.errors import ServiceError
-
-    try:
-        return measured(await client.pool(), pool, pools)
-    except (ServiceError, UnreachableError) as error:
-        raise OSError(f"the router does not say: {error}") from error
-
-
-def measured(found: "PoolInfo", pool: str, pools: list[str]) -> "Measured":
-    """What a pool measures, whose workers are named like its pods.
-
-    What waits in the router waits for any worker, so each pool gets a share by its ready workers.
-    """
-    from headrace.kubernetes.sizing import Measured
-
-    ready = {
-        name: [w for w in found.workers if w.state == "ready" and _is_of(w.worker_id, name)]
-        for name in pools
-    }
-    mine, num_ready = ready[pool], sum(map(len, ready.values()))
-    num_blocks = sum(worker.num_kv_blocks for worker in mine)
-    num_free = sum(worker.num_free_kv_blocks for worker in mine)
-    share = len(mine) / num_ready if num_ready else 1 / len(pools)
-    return Measured(
-        num_ready=len(mine),
-        kv_use=1 - num_free / num_blocks if num_blocks else 0.0,
-        num_queued=round(found.num_queued * share) if num_ready else found.num_queued,
-    )
-
-
-def _is_of(worker_id: str, pool: str) -> bool:
-    """Whether a worker is a pod of the pool's StatefulSet."""
-    name, _, ordinal = worker_id.rpartition("-")
-    return name == pool and ordinal.isdigit()
+    server, channel = take_connection(arguments)
+    async with await connect(config) as api, PoolLoad(server, channel, list(targets)) as load:
+        controller = PoolController(
+            api, targets, load.measure, set_role=load.set_role, is_dry_run=is_dry_run
+        )
+        await controller.run(interval_s)

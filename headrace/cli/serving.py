@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING, Any
 import click
 
 from headrace.cli.exits import Failure
-from headrace.cli.options import ClickCommand
+from headrace.cli.options import all_of
 
 if TYPE_CHECKING:
     from headrace.cli.progress import ProgressSteps
@@ -64,11 +64,7 @@ _WORKER_FLAGS = (
 )
 
 
-def model_options(command: ClickCommand) -> ClickCommand:
-    """A click decorator that adds the options of the model and its workers."""
-    for option in reversed(_MODEL):
-        command = option(command)
-    return command
+model_options = all_of(_MODEL)
 
 
 def make_config(

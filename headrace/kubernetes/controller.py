@@ -1,4 +1,6 @@
-"""Sets the replicas of pools: measures, decides (see `sizing`), and scales, while it leads.
+"""Sets the replicas of pools and the roles of workers, while it leads.
+
+It measures, decides (see `sizing` and `roles`), and changes one thing of a pool at a time.
 
 Of several controllers one leads, by a lease; the others wait for its end.
 """
@@ -11,7 +13,9 @@ from dataclasses import dataclass, field, replace
 
 from headrace.kubernetes.api import Api, ApiError
 from headrace.kubernetes.leases import Lease, LeaseKind, Leases, Sightings
+from headrace.kubernetes.roles import divide
 from headrace.kubernetes.sizing import Measured, Targets, Trend, decide
+from headrace.vocabulary import WorkerRole
 
 logger = logging.getLogger(__name__)
 
@@ -70,7 +74,12 @@ class Pool:
     name: str
     targets: Targets
     trend: Trend = field(default_factory=Trend)
+    division: Trend = field(default_factory=Trend)
     said: str = ""
+
+    def changed(self, now_s: float) -> None:
+        """What was measured before a change says nothing of what the pool is now."""
+        self.trend = self.division = Trend(changed_s=now_s)
 
 
 class PoolController:
@@ -80,14 +89,22 @@ class PoolController:
         self,
         api: Api,
         targets: Mapping[str, Targets],
-        measure: Callable[[str], Awaitable[Measured]],
+        measure: Callable[[], Awaitable[Mapping[str, Measured]]],
         *,
+        set_role: Callable[[str, WorkerRole], Awaitable[object]],
         is_dry_run: bool,
     ) -> None:
-        """targets by the name of a StatefulSet. measure: a pool, now; OSError if that fails."""
+        """
+        Args:
+            targets: by the name of a StatefulSet.
+            measure: all pools now; OSError if that fails.
+            set_role: gives a worker a role, where targets are by role; OSError if that fails.
+            is_dry_run: only say what would be done.
+        """
         self._api = api
         self._pools = [Pool(name, of) for name, of in targets.items()]
         self._measure = measure
+        self._set_role = set_role
         self._is_dry_run = is_dry_run
         self._leader = Leader(api)
 
@@ -111,19 +128,37 @@ class PoolController:
             return
         if not was_leading:
             logger.info("leads%s", ", and changes nothing (--dry-run)" * self._is_dry_run)
+        try:
+            measured = await self._measure()
+        except OSError as error:
+            logger.warning("%s", error)
+            return
         for pool in self._pools:
             try:
-                await self._control(pool)
+                now_s = asyncio.get_running_loop().time()
+                if not await self._divide(pool, measured[pool.name], now_s):
+                    await self._scale(pool, measured[pool.name], now_s)
             except (ApiError, OSError) as error:
                 logger.warning("%s: %s", pool.name, error)
 
-    async def _control(self, pool: Pool) -> None:
+    async def _divide(self, pool: Pool, measured: Measured, now_s: float) -> bool:
+        """Move a worker between prefill and decode if that is due; returns whether it was."""
+        if not pool.targets.by_role:
+            return False
+        move, pool.division = divide(measured, pool.targets, pool.division, now_s)
+        if move is None:
+            return False
+        if not self._is_dry_run:
+            await self._set_role(move.worker_id, move.role)
+        logger.info("%s: %s becomes %s: %s", pool.name, move.worker_id, move.role, move.reason)
+        pool.changed(now_s)
+        return True
+
+    async def _scale(self, pool: Pool, measured: Measured, now_s: float) -> None:
         namespace = self._api.namespace
         path = f"/apis/apps/v1/namespaces/{namespace}/statefulsets/{pool.name}/scale"
         scale = await self._api.call("GET", path)
         replicas = int(scale["spec"].get("replicas", 0))
-        measured = await self._measure(pool.name)
-        now_s = asyncio.get_running_loop().time()
         decision, trend = decide(replicas, measured, pool.targets, pool.trend, now_s)
         if decision.replicas != replicas:
             says = f"{replicas} -> {decision.replicas} workers: {decision.reason}"
@@ -134,8 +169,10 @@ class PoolController:
                     "spec": {"replicas": decision.replicas},
                 }
                 await self._api.call("PATCH", path, body=body, content_type=_MERGE_PATCH)
+            pool.changed(now_s)
         else:
             says = f"{replicas} workers"
+            pool.trend = trend
         if says != pool.said:
             logger.info("%s: %s", pool.name, says)
-        pool.said, pool.trend = says, trend
+        pool.said = says

@@ -6,15 +6,29 @@ done, and after a change nothing is changed for a while, so that the number does
 """
 
 import math
+from collections.abc import Mapping
 from dataclasses import dataclass, replace
 
+from headrace.vocabulary import WorkerRole
+
 # Less than a tenth above or below the target is on target.
-_TOLERANCE = 0.1
+TOLERANCE = 0.1
+
+# What measures the work of a role: prefill makes the first token, decode the others.
+_PREFILL, _DECODE = ("queue", "queue wait", "TTFT"), ("TPOT",)
+SIGNALS = {
+    WorkerRole.PREFILL: _PREFILL,
+    WorkerRole.DECODE: _DECODE,
+    WorkerRole.MIXED: (*_PREFILL, *_DECODE),
+}
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Targets:
-    """What a pool is to achieve; 0 leaves a signal out. Times in seconds."""
+    """What a pool is to achieve; 0 leaves a signal out. Times in seconds.
+
+    by_role: a pool whose workers all prefill, or all decode, is sized by what measures that.
+    """
 
     min_replicas: int = 1
     max_replicas: int = 1
@@ -26,6 +40,7 @@ class Targets:
     up_after_s: float = 15.0
     down_after_s: float = 300.0
     dwell_s: float = 60.0
+    by_role: bool = False
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -33,6 +48,7 @@ class Measured:
     """What is measured of a pool now; None where it is not known.
 
     kv_use: of the ready workers' KV blocks, the fraction in use. Latencies: a high percentile.
+    prefill, decode: the ready workers of these roles, the least loaded first; others are mixed.
     """
 
     num_ready: int
@@ -41,6 +57,15 @@ class Measured:
     queue_wait_s: float | None = None
     ttft_s: float | None = None
     tpot_s: float | None = None
+    prefill: tuple[str, ...] = ()
+    decode: tuple[str, ...] = ()
+
+    @property
+    def role(self) -> WorkerRole:
+        """The role that all ready workers have, else MIXED."""
+        if len(self.prefill) == self.num_ready:
+            return WorkerRole.PREFILL
+        return WorkerRole.DECODE if len(self.decode) == self.num_ready else WorkerRole.MIXED
 
 
 @dataclass(frozen=True, slots=True)
@@ -66,15 +91,15 @@ def decide(
     """The number of workers to ask for, and what to remember until the next decision."""
     if (bounded := _bounded(replicas, targets)) != replicas:
         return Decision(bounded, "outside of the bounds"), Trend(changed_s=now_s)
-    name, load = _worst(measured, targets)
+    name, load = _load(measured, targets)
     # A pool of n workers at load x would be at x * n / (n - 1) with one less.
-    is_above = load > 1 + _TOLERANCE
-    is_below = replicas > 1 and load * replicas / (replicas - 1) < 1 - _TOLERANCE
+    is_above = load > 1 + TOLERANCE
+    is_below = replicas > 1 and load * replicas / (replicas - 1) < 1 - TOLERANCE
     is_below |= replicas == 1 and load == 0 and targets.min_replicas == 0
     trend = replace(
         trend,
-        above_since_s=_since(trend.above_since_s, now_s, is_so=is_above),
-        below_since_s=_since(trend.below_since_s, now_s, is_so=is_below),
+        above_since_s=since(trend.above_since_s, now_s, is_so=is_above),
+        below_since_s=since(trend.below_since_s, now_s, is_so=is_below),
     )
     says = f"{name} is at {load:.0%} of its target"
     if now_s - trend.changed_s < targets.dwell_s:
@@ -102,31 +127,42 @@ def _bounded(replicas: int, targets: Targets) -> int:
     return min(max(replicas, targets.min_replicas), targets.max_replicas)
 
 
-def _since(since_s: float | None, now_s: float, *, is_so: bool) -> float | None:
+def since(since_s: float | None, now_s: float, *, is_so: bool) -> float | None:
+    """Since when something is so without a break; None while it is not."""
     if not is_so:
         return None
     return now_s if since_s is None else since_s
 
 
-def _worst(measured: Measured, targets: Targets) -> tuple[str, float]:
-    """The signal that is highest above its target, and its share of the target.
+def loads(measured: Measured, targets: Targets) -> dict[str, float]:
+    """Each signal's share of its target, where there is a target and something was measured."""
+    signals = {
+        "KV use": (measured.kv_use, targets.kv_use),
+        "queue": (measured.num_queued / max(1, measured.num_ready), targets.queued_per_worker),
+        "queue wait": (measured.queue_wait_s, targets.queue_wait_s),
+        "TTFT": (measured.ttft_s, targets.ttft_s),
+        "TPOT": (measured.tpot_s, targets.tpot_s),
+    }
+    return {
+        name: value / target
+        for name, (value, target) in signals.items()
+        if target and value is not None
+    }
+
+
+def worst(found: Mapping[str, float], names: tuple[str, ...]) -> tuple[str, float] | None:
+    """Of these signals the one that is highest above its target, and its load; None: no signal."""
+    known = [name for name in names if name in found]
+    name = max(known, key=lambda name: found[name], default="")
+    return (name, found[name]) if name else None
+
+
+def _load(measured: Measured, targets: Targets) -> tuple[str, float]:
+    """What the pool is sized by.
 
     With requests waiting and no worker ready, one more worker is needed, whatever the signals say.
     """
     if not measured.num_ready:
         return "queue", 2.0 if measured.num_queued else 0.0
-    queued_per_worker = measured.num_queued / measured.num_ready
-    signals = {
-        "KV use": (measured.kv_use, targets.kv_use),
-        "queue": (queued_per_worker, targets.queued_per_worker),
-        "queue wait": (measured.queue_wait_s, targets.queue_wait_s),
-        "TTFT": (measured.ttft_s, targets.ttft_s),
-        "TPOT": (measured.tpot_s, targets.tpot_s),
-    }
-    loads = {
-        name: value / target
-        for name, (value, target) in signals.items()
-        if target and value is not None
-    }
-    name = max(loads, key=lambda name: loads[name], default="nothing")
-    return name, loads.get(name, 1.0)
+    role = measured.role if targets.by_role else WorkerRole.MIXED
+    return worst(loads(measured, targets), ("KV use", *SIGNALS[role])) or ("nothing", 1.0)

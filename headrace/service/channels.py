@@ -98,10 +98,15 @@ class _TokenBidi:
         return self._method(*arguments, metadata=sent, **named)
 
 
-def open_channel(target: str, config: ChannelConfig | None = None) -> grpc.aio.Channel:
-    """A channel to "host:port" or unix:PATH; the caller closes the channel."""
+def open_channel(
+    target: str, config: ChannelConfig | None = None, *, tls_name: str = ""
+) -> grpc.aio.Channel:
+    """A channel to "host:port" or unix:PATH; the caller closes the channel.
+
+    tls_name: what the certificate must certify; empty: the target's host.
+    """
     config = config or ChannelConfig()
-    options = [
+    options: list[tuple[str, Any]] = [
         ("grpc.max_receive_message_length", config.max_message_bytes),
         ("grpc.max_send_message_length", config.max_message_bytes),
         ("grpc.keepalive_time_ms", 30_000),
@@ -112,6 +117,8 @@ def open_channel(target: str, config: ChannelConfig | None = None) -> grpc.aio.C
         ("grpc.initial_reconnect_backoff_ms", 100),
         ("grpc.max_reconnect_backoff_ms", 2_000),
     ]
+    if tls_name:
+        options.append(("grpc.ssl_target_name_override", tls_name))
     interceptors: list[grpc.aio.ClientInterceptor] = []
     if config.auth_token_file:
         token = Watched([config.auth_token_file], lambda: read_tokens(config.auth_token_file)[0])

@@ -91,6 +91,13 @@ class Distribution:
         """How many values were recorded."""
         return sum(self.counts)
 
+    def add(self, other: "Distribution") -> None:
+        """Count the other's values too."""
+        self.counts = [
+            mine + theirs for mine, theirs in zip(self.counts, other.counts, strict=True)
+        ]
+        self.sum += other.sum
+
     def copy(self) -> "Distribution":
         """The same, from now on apart."""
         return Distribution(self.counts.copy(), self.sum)

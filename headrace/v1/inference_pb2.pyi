@@ -1048,6 +1048,7 @@ class GetPoolResponse(_message.Message):
     SCHEDULERS_FIELD_NUMBER: _builtins.int
     HAS_STORE_FIELD_NUMBER: _builtins.int
     IS_STORE_UP_FIELD_NUMBER: _builtins.int
+    DURATIONS_FIELD_NUMBER: _builtins.int
     num_queued: _builtins.int
     """Requests waiting in this router."""
     num_in_flight: _builtins.int
@@ -1072,6 +1073,10 @@ class GetPoolResponse(_message.Message):
     def schedulers(self) -> _containers.RepeatedCompositeFieldContainer[Global___SchedulerLink]:
         """The schedulers that this router was given."""
 
+    @_builtins.property
+    def durations(self) -> _containers.RepeatedCompositeFieldContainer[Global___DurationCounts]:
+        """How long things took in this router since it started, by metric and model."""
+
     def __init__(
         self,
         *,
@@ -1084,14 +1089,55 @@ class GetPoolResponse(_message.Message):
         schedulers: _abc.Iterable[Global___SchedulerLink] | None = ...,
         has_store: _builtins.bool = ...,
         is_store_up: _builtins.bool = ...,
+        durations: _abc.Iterable[Global___DurationCounts] | None = ...,
     ) -> None: ...
     _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["has_store", b"has_store", "is_store_up", b"is_store_up", "num_in_flight", b"num_in_flight", "num_paused", b"num_paused", "num_queued", b"num_queued", "schedulers", b"schedulers", "time_unix_s", b"time_unix_s", "version", b"version", "workers", b"workers"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["durations", b"durations", "has_store", b"has_store", "is_store_up", b"is_store_up", "num_in_flight", b"num_in_flight", "num_paused", b"num_paused", "num_queued", b"num_queued", "schedulers", b"schedulers", "time_unix_s", b"time_unix_s", "version", b"version", "workers", b"workers"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     def WhichOneof(self, oneof_group: _Never) -> None: ...
 
 Global___GetPoolResponse: _TypeAlias = GetPoolResponse  # noqa: Y015
+
+@_typing.final
+class DurationCounts(_message.Message):
+    """Durations counted by bucket, as the router's metrics count them; all tenants together."""
+
+    DESCRIPTOR: _descriptor.Descriptor
+
+    METRIC_FIELD_NUMBER: _builtins.int
+    MODEL_FIELD_NUMBER: _builtins.int
+    BOUNDS_S_FIELD_NUMBER: _builtins.int
+    COUNTS_FIELD_NUMBER: _builtins.int
+    metric: _builtins.str
+    """The metric's name in OpenTelemetry: gen_ai.server.request.duration,
+    gen_ai.server.time_to_first_token, gen_ai.server.time_per_output_token or headrace.queue.time.
+    """
+    model: _builtins.str
+    """Model name."""
+    @_builtins.property
+    def bounds_s(self) -> _containers.RepeatedScalarFieldContainer[_builtins.float]:
+        """[num_buckets - 1] upper bounds of the buckets but the last, ascending, in seconds."""
+
+    @_builtins.property
+    def counts(self) -> _containers.RepeatedScalarFieldContainer[_builtins.int]:
+        """[num_buckets] durations in each bucket alone; the last has no upper bound."""
+
+    def __init__(
+        self,
+        *,
+        metric: _builtins.str = ...,
+        model: _builtins.str = ...,
+        bounds_s: _abc.Iterable[_builtins.float] | None = ...,
+        counts: _abc.Iterable[_builtins.int] | None = ...,
+    ) -> None: ...
+    _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
+    def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["bounds_s", b"bounds_s", "counts", b"counts", "metric", b"metric", "model", b"model"]  # noqa: Y015
+    def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
+    def WhichOneof(self, oneof_group: _Never) -> None: ...
+
+Global___DurationCounts: _TypeAlias = DurationCounts  # noqa: Y015
 
 @_typing.final
 class SchedulerLink(_message.Message):

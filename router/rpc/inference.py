@@ -18,9 +18,8 @@ from headrace.service import logs, telemetry
 from headrace.service.errors import ServiceError, invalid, not_found, unimplemented
 from headrace.service.handlers import write
 from headrace.service.requests import release_request
-from headrace.service.versions import version
 from headrace.status.store import StatusStore
-from headrace.v1 import common_pb2, inference_pb2, inference_pb2_grpc, steps_pb2
+from headrace.v1 import inference_pb2, inference_pb2_grpc, steps_pb2
 from router.aborts import Aborts
 from router.calls import Reservation
 from router.prompts import PromptReader
@@ -281,20 +280,7 @@ class InferenceService:
         self, _request: inference_pb2.GetPoolRequest, _context: Any
     ) -> inference_pb2.GetPoolResponse:
         """The workers as their schedulers last reported them."""
-        workers: list[common_pb2.Worker] = []
-        for scheduler in self._services.schedulers:
-            workers.extend(scheduler.workers)
-        return inference_pb2.GetPoolResponse(
-            workers=sorted(workers, key=lambda worker: worker.worker_id),
-            num_queued=self._router.num_queued,
-            num_in_flight=self._router.num_in_flight,
-            num_paused=self._router.num_paused,
-            version=version(),
-            time_unix_s=time.time(),
-            schedulers=[scheduler.link() for scheduler in self._services.schedulers],
-            has_store=self._services.status.is_configured,
-            is_store_up=self._services.status.is_durable,
-        )
+        return pool.pool(self._router, list(self._services.schedulers), self._services.status)
 
     async def AuditPool(
         self, _request: inference_pb2.AuditPoolRequest, _context: Any

@@ -1,16 +1,44 @@
-"""The pool for operators: audits of all workers, and changes to one."""
+"""The pool for operators: its state, audits of all workers, and changes to one."""
 
 import asyncio
 import itertools
+import time
 from collections.abc import Iterable, Sequence
 
 from headrace.service.errors import ServiceError, invalid, not_found
 from headrace.service.protocol import WORKER_ROLE
+from headrace.service.versions import version
+from headrace.status.store import StatusStore
 from headrace.v1 import common_pb2, inference_pb2
+from router.router import Router
 from router.rpc.scheduler_client import SchedulerClient
 
 # An error goes into the headers of an answer, which must not be long.
 _MAX_NAMES = 30
+
+
+def pool(
+    router: Router, schedulers: Sequence[SchedulerClient], status: StatusStore
+) -> inference_pb2.GetPoolResponse:
+    """The workers as their schedulers last reported them, and this router."""
+    workers = itertools.chain.from_iterable(scheduler.workers for scheduler in schedulers)
+    return inference_pb2.GetPoolResponse(
+        workers=sorted(workers, key=lambda worker: worker.worker_id),
+        num_queued=router.num_queued,
+        num_in_flight=router.num_in_flight,
+        num_paused=router.num_paused,
+        version=version(),
+        time_unix_s=time.time(),
+        schedulers=[scheduler.link() for scheduler in schedulers],
+        has_store=status.is_configured,
+        is_store_up=status.is_durable,
+        durations=[
+            inference_pb2.DurationCounts(
+                metric=metric.name, model=model, bounds_s=metric.bounds, counts=found.counts
+            )
+            for metric, model, found in router.meters.durations()
+        ],
+    )
 
 
 async def audits(schedulers: Iterable[SchedulerClient]) -> inference_pb2.AuditPoolResponse:

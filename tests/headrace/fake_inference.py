@@ -140,6 +140,8 @@ class FakeInference(inference_pb2_grpc.InferenceServicer):
             num_running=2,
             max_num_seqs=8,
         )
+        # Metric, bounds and counts of each.
+        self.durations: list[tuple[str, tuple[float, ...], tuple[int, ...]]] = []
         # Of worker w1's ledger.
         self.faults: list[str] = []
         self.orphan_ttl_s = float(os.environ.get("FAKE_ORPHAN_TTL_S", "60"))
@@ -325,11 +327,18 @@ class FakeInference(inference_pb2_grpc.InferenceServicer):
     async def GetPool(self, request, context):
         self.num_pool_calls += 1
         return inference_pb2.GetPoolResponse(
-            num_queued=2, num_in_flight=3, num_paused=1, workers=[self.worker]
+            num_queued=2,
+            num_in_flight=3,
+            num_paused=1,
+            workers=[self.worker],
+            durations=[
+                inference_pb2.DurationCounts(metric=metric, bounds_s=bounds_s, counts=counts)
+                for metric, bounds_s, counts in self.durations
+            ],
         )
 
     async def UpdateWorker(self, request, context):
-        if request.worker_id != "w0":
+        if request.worker_id != self.worker.worker_id:
             raise not_found("UNKNOWN_WORKER", f"there is no worker {request.worker_id!r}")
         if request.HasField("drained"):
             state = "DRAINING" if request.drained else "READY"

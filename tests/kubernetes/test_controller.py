@@ -1,16 +1,17 @@
 """The pool controller against a real API server."""
 
 import asyncio
+from dataclasses import replace
+from typing import Any
 
 import kubernetes
 import pytest
 from click.testing import CliRunner
 
-from headrace.cli.pool_controller import measured, pool_controller
-from headrace.kubernetes.api import connect
+from headrace.cli.pool_controller import pool_controller
+from headrace.kubernetes.api import Api, connect
 from headrace.kubernetes.controller import Leader, PoolController
 from headrace.kubernetes.sizing import Measured, Targets
-from headrace.types import PoolInfo, WorkerStatus
 from tests.kubernetes.cluster import Namespace
 from tests.kubernetes.control_plane import ControlPlane
 
@@ -23,6 +24,8 @@ class StatefulSet:
     def __init__(self, plane: ControlPlane) -> None:
         self.namespace = Namespace(plane)
         self.kv_use = 0.8
+        self.measured: dict[str, Any] = {}
+        self.roles: list[tuple[str, str]] = []
         template = {
             "metadata": {"labels": {"a": "b"}},
             "spec": {"containers": [{"name": "gpuworker", "image": "none"}]},
@@ -40,8 +43,16 @@ class StatefulSet:
             api = kubernetes.client.AppsV1Api(client)
             return api.read_namespaced_stateful_set("p", self.namespace.name).spec.replicas
 
-    async def measure(self, _: str) -> Measured:
-        return Measured(num_ready=self.replicas(), kv_use=self.kv_use)
+    async def measure(self) -> dict[str, Measured]:
+        return {"p": Measured(num_ready=self.replicas(), kv_use=self.kv_use, **self.measured)}
+
+    async def set_role(self, worker_id: str, role: str) -> None:
+        self.roles.append((worker_id, role))
+
+    def controller(self, api: Api, targets: Targets = NOW, *, is_dry_run: bool = False):
+        return PoolController(
+            *(api, {"p": targets}, self.measure), set_role=self.set_role, is_dry_run=is_dry_run
+        )
 
 
 @pytest.fixture
@@ -52,7 +63,7 @@ def pool(control_plane: ControlPlane) -> StatefulSet:
 async def test_a_pool_follows_its_load(pool: StatefulSet, caplog):
     caplog.set_level("INFO")
     async with asyncio.timeout(60), await connect(pool.namespace.discovery()) as api:
-        controller = PoolController(api, {"p": NOW}, pool.measure, is_dry_run=False)
+        controller = pool.controller(api)
         await controller.step()
         assert pool.replicas() == 2
         pool.kv_use = 1.2
@@ -68,9 +79,24 @@ async def test_a_dry_run_says_what_it_would_do(pool: StatefulSet, caplog):
     caplog.set_level("INFO")
     async with asyncio.timeout(60), await connect(pool.namespace.discovery()) as api:
         pool.kv_use = 1.2
-        await PoolController(api, {"p": NOW}, pool.measure, is_dry_run=True).step()
+        await pool.controller(api, is_dry_run=True).step()
     assert pool.replicas() == 2
     assert "2 -> 3 workers" in caplog.text
+
+
+async def test_a_worker_changes_sides_before_the_pool_grows(pool: StatefulSet, caplog):
+    caplog.set_level("INFO")
+    targets = replace(NOW, tpot_s=0.1, by_role=True)
+    pool.measured = {"num_queued": 8, "tpot_s": 0.02, "prefill": ("p-0",), "decode": ("p-2", "p-1")}
+    async with asyncio.timeout(60), await connect(pool.namespace.discovery()) as api:
+        dry = pool.controller(api, targets, is_dry_run=True)
+        await dry.step()
+        assert pool.roles == []
+        await dry._leader.release()
+        await pool.controller(api, targets).step()
+    assert pool.roles == [("p-2", "prefill")]
+    assert pool.replicas() == 2
+    assert caplog.text.count("p: p-2 becomes prefill: queue is at 200% of its target") == 2
 
 
 async def test_one_controller_leads_and_its_end_lets_another_lead(control_plane: ControlPlane):
@@ -85,27 +111,14 @@ async def test_one_controller_leads_and_its_end_lets_another_lead(control_plane:
         assert not await first.renew()
 
 
-def worker(name: str, state: str = "ready", num_free: int = 50) -> WorkerStatus:
-    return WorkerStatus(
-        worker_id=name, model="m", role="mixed", state=state, device="", dtype="", num_running=0,
-        num_waiting=0, max_num_seqs=8, num_free_kv_blocks=num_free, num_kv_blocks=100, block_size=8,
-        max_model_len=64, max_num_batched_tokens=64,
-    )  # fmt: skip
-
-
-def test_a_pool_measures_its_own_pods_and_its_share_of_the_queue():
-    workers = (
-        *(worker("p-0", num_free=20), worker("p-1"), worker("p-2", "starting", 100)),
-        *(worker("p-x-0", num_free=90), worker("other")),
-    )
-    found = PoolInfo(workers=workers, num_queued=9, num_in_flight=0, num_paused=0)
-    pools = ["p", "p-x"]
-    assert measured(found, "p", pools) == Measured(num_ready=2, kv_use=0.65, num_queued=6)
-    assert measured(found, "p-x", pools).num_queued == 3
-
-
 @pytest.mark.parametrize("pool", ["p", "p=2", "p=3:2", "p=a:b"])
 def test_a_wrong_pool_is_refused_by_its_name(pool: str):
     done = CliRunner().invoke(pool_controller, ["--pool", pool])
     assert done.exit_code == 2
     assert "is no STATEFULSET=MIN:MAX" in done.output
+
+
+def test_roles_want_a_target_for_decode_workers():
+    done = CliRunner().invoke(pool_controller, ["--pool", "p=1:2", "--roles"])
+    assert done.exit_code == 2
+    assert "--roles needs --tpot-s" in done.output

@@ -9,6 +9,7 @@ import pytest
 from prometheus_client.parser import text_string_to_metric_families
 
 from headrace.service import exposition
+from headrace.v1 import inference_pb2
 from router import metrics
 from tests.router.fake_scheduler import MODEL, FakeScheduler, Script, worker
 from tests.router.stack import running_stack
@@ -54,9 +55,14 @@ async def test_tokens_in_metrics_are_tokens_in_usage(stack):
     ):
         expected = sum(getattr(usage, field) for usage in usages)
         assert total(series, f"headrace_tokens_{name}_total", **labels) == expected
-    for name in ("request_duration", "time_to_first_token", "time_per_output_token"):
-        count = f"gen_ai_server_{name}_seconds_count"
-        assert total(series, count, gen_ai_request_model=MODEL) == 6
+    pool = await stack.stub.GetPool(inference_pb2.GetPoolRequest())
+    counted = {d.metric: sum(d.counts) for d in pool.durations if d.model == MODEL}
+    for name in ("request.duration", "time_to_first_token", "time_per_output_token"):
+        metric = f"gen_ai.server.{name}"
+        count = f"{metric.replace('.', '_')}_seconds_count"
+        assert total(series, count, gen_ai_request_model=MODEL) == counted[metric] == 6
+    assert counted["headrace.queue.time"] == 6
+    assert all(len(d.counts) == len(d.bounds_s) + 1 for d in pool.durations)
 
 
 async def test_sums_hold_at_every_scrape_while_requests_come_end_and_are_given_up():
