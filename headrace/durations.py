@@ -31,6 +31,10 @@ class RecentDurations:
         while self._new and self._new[0][0] <= now_s - self._window_s:
             self._new.popleft()
 
+    def clear(self) -> None:
+        """Forget what was counted so far."""
+        self._new.clear()
+
     def percentile_s(self, metric: str, share: float) -> float | None:
         """The duration that this share of the window's durations does not exceed; None: none."""
         found = [new for _, new in self._new if new.metric == metric]

@@ -6,6 +6,7 @@ from collections.abc import Mapping, Sequence
 from typing import Self
 
 from headrace.client import HeadraceClient
+from headrace.connections import UnreachableError
 from headrace.durations import RecentDurations
 from headrace.kubernetes.sizing import Measured
 from headrace.service.channels import ChannelConfig
@@ -37,6 +38,7 @@ class PoolLoad:
         self._pools = pools
         self._clients: dict[str, HeadraceClient] = {}
         self._recent = RecentDurations(_WINDOW_S)
+        self._num_ready = 0
 
     async def __aenter__(self) -> Self:
         return self
@@ -60,6 +62,10 @@ class PoolLoad:
             if isinstance(answer, PoolInfo):
                 infos.append(answer)
                 self._recent.add(router, answer.durations, now_s)
+        if (num_ready := max(map(_num_ready, infos), default=0)) != self._num_ready:
+            # What other workers took says nothing of these.
+            self._num_ready = num_ready
+            self._recent.clear()
         if not infos:
             why = str(answers[0]) or "no answer in time" if answers else "its name has no address"
             raise OSError(f"no router says what the pools do: {why}")
@@ -67,15 +73,18 @@ class PoolLoad:
 
     async def set_role(self, worker_id: str, role: str) -> None:
         """Give a worker a role; OSError if no router does."""
-        error: ServiceError | None = None
+        errors = []
         for client in self._clients.values():
             try:
                 await client.set_role(worker_id, role)
-            except ServiceError as refused:
-                error = refused
+            except ServiceError as error:
+                errors.append(error)
             else:
                 return
-        raise OSError(f"{worker_id} does not become {role}: {error}")
+        # What a router says explains more than that another one is away.
+        errors.sort(key=lambda error: isinstance(error, UnreachableError))
+        why = errors[0] if errors else "no router is known"
+        raise OSError(f"{worker_id} does not become {role}: {why}")
 
     async def _find_routers(self) -> None:
         """Open a client for each new address, and close those of addresses that have gone."""
@@ -85,8 +94,9 @@ class PoolLoad:
         hosts = {address: host for of in self._hosts_by_name.values() for address, host in of}
         for gone in self._clients.keys() - hosts.keys():
             await self._clients.pop(gone).aclose()
-        for new in hosts.keys() - self._clients.keys():
-            self._clients[new] = HeadraceClient(new, self._config, tls_name=hosts[new])
+        for address, host in hosts.items():
+            if address not in self._clients:
+                self._clients[address] = HeadraceClient(address, self._config, tls_name=host)
 
 
 async def _ask(client: HeadraceClient) -> PoolInfo | Exception:
@@ -133,7 +143,7 @@ def measured(
         recent: durations of the last minute.
     """
     # Routers that have just started do not see all schedulers yet.
-    workers = max((info.workers for info in infos), key=_num_ready)
+    workers = max(infos, key=_num_ready).workers
     num_queued = sum(info.num_queued for info in infos)
     ready = {
         name: [w for w in workers if w.state == "ready" and _is_of(w.worker_id, name)]
@@ -157,8 +167,8 @@ def measured(
     return result
 
 
-def _num_ready(workers: Sequence[WorkerStatus]) -> int:
-    return sum(worker.state == "ready" for worker in workers)
+def _num_ready(info: PoolInfo) -> int:
+    return sum(worker.state == "ready" for worker in info.workers)
 
 
 def _of_role(workers: Sequence[WorkerStatus], role: str) -> tuple[str, ...]:

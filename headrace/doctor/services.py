@@ -144,5 +144,8 @@ def _worker(report: Report, worker: common_pb2.Worker) -> None:
         report.ok(target, "worker", text)
     elif worker.state == common_pb2.WORKER_STATE_STARTING:
         report.warning(target, "worker", text, "wait until the model is loaded")
+    elif worker.state == common_pb2.WORKER_STATE_DRAINING:
+        advice = "it shuts down, or an operator has drained it: headrace pool undrain"
+        report.warning(target, "worker", text, f"{advice} {worker.worker_id}")
     else:
         report.warning(target, "worker", text, "see the worker's log and that of its scheduler")

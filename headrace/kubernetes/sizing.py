@@ -93,20 +93,22 @@ def decide(
         return Decision(bounded, "outside of the bounds"), Trend(changed_s=now_s)
     name, load = _load(measured, targets)
     # A pool of n workers at load x would be at x * n / (n - 1) with one less.
+    num_missing = max(0, replicas - measured.num_ready)
     is_above = load > 1 + TOLERANCE
     is_below = replicas > 1 and load * replicas / (replicas - 1) < 1 - TOLERANCE
     is_below |= replicas == 1 and load == 0 and targets.min_replicas == 0
     trend = replace(
         trend,
-        above_since_s=since(trend.above_since_s, now_s, is_so=is_above),
+        # Of an overload of fewer workers nothing follows for all of them.
+        above_since_s=since(trend.above_since_s, now_s, is_so=is_above and not num_missing),
         below_since_s=since(trend.below_since_s, now_s, is_so=is_below),
     )
     says = f"{name} is at {load:.0%} of its target"
     if now_s - trend.changed_s < targets.dwell_s:
         return Decision(replicas, f"{says}; the last change is too recent"), trend
+    if is_above and num_missing:
+        return Decision(replicas, f"{says}; {num_missing} workers are not ready"), trend
     if trend.above_since_s is not None and now_s - trend.above_since_s >= targets.up_after_s:
-        if measured.num_ready < replicas:
-            return Decision(replicas, f"{says}; workers are still starting"), trend
         # At most twice as many at once.
         wanted = _bounded(min(math.ceil(replicas * load), 2 * replicas) or 1, targets)
         return _changed(replicas, wanted, says, trend, now_s)

@@ -1,13 +1,16 @@
 """What pools measure over several routers: queues, KV use, roles and recent latencies."""
 
 import contextlib
+import socket
 
 import pytest
+import trustme
 
 from headrace.durations import RecentDurations, percentile_s
 from headrace.kubernetes.sizing import Measured
 from headrace.pool_load import PoolLoad, measured
 from headrace.service.channels import ChannelConfig
+from headrace.service.serving import ServingConfig
 from headrace.types import DurationCounts, PoolInfo, WorkerStatus
 from headrace.v1 import common_pb2
 from tests.headrace import fake_inference
@@ -70,6 +73,16 @@ def reading(*counts: int, metric: str = TTFT) -> list[DurationCounts]:
     return [DurationCounts(metric=metric, model="m", bounds_s=(1.0, 2.0), counts=counts)]
 
 
+def test_what_was_counted_with_other_workers_is_forgotten():
+    recent = RecentDurations(60)
+    recent.add("r0", reading(0, 0, 0), 0)
+    recent.add("r0", reading(0, 9, 0), 5)
+    recent.clear()
+    assert recent.percentile_s(TTFT, 1) is None
+    recent.add("r0", reading(1, 9, 0), 10)
+    assert recent.percentile_s(TTFT, 1) == 1
+
+
 def test_only_what_is_new_in_the_window_counts():
     recent = RecentDurations(60)
     recent.add("r0", reading(100, 0, 0), 0)
@@ -115,3 +128,48 @@ async def test_without_a_router_nothing_is_measured():
     async with PoolLoad("127.0.0.1:1", ChannelConfig(), ["p"]) as load:
         with pytest.raises(OSError, match="no router says what the pools do: cannot reach"):
             await load.measure()
+
+
+class Names:
+    """A name server with one name, whose addresses change."""
+
+    def __init__(self, monkeypatch: pytest.MonkeyPatch) -> None:
+        self.addresses: list[str] = []
+        self._others = socket.getaddrinfo
+        monkeypatch.setattr(socket, "getaddrinfo", self._look_up)
+
+    def _look_up(self, host, port, *args, **named):
+        if host != "routers.test":
+            return self._others(host, port, *args, **named)
+        if not self.addresses:
+            raise socket.gaierror("the name server is away")
+        return [
+            (socket.AF_INET6 if ":" in one else socket.AF_INET, socket.SOCK_STREAM, 6, "", (one, 0))
+            for one in self.addresses
+        ]
+
+
+async def test_a_name_of_several_routers_is_all_of_them_over_tls_too(tmp_path, monkeypatch):
+    names, authority = Names(monkeypatch), trustme.CA()
+    leaf = authority.issue_cert("routers.test")
+    files = {name: tmp_path / name for name in ("ca", "cert", "key")}
+    authority.cert_pem.write_to_path(files["ca"])
+    leaf.cert_chain_pems[0].write_to_path(files["cert"])
+    leaf.private_key_pem.write_to_path(files["key"])
+    tls = {"tls_cert_file": str(files["cert"]), "tls_key_file": str(files["key"])}
+    async with contextlib.AsyncExitStack() as stack:
+        port = "0"
+        for host in ("127.0.0.1", "127.0.0.2"):
+            config = ServingConfig(listen=f"{host}:{port}", **tls)
+            _, server, address = await fake_inference.start(config)
+            stack.push_async_callback(server.stop, 0)
+            port = address.rpartition(":")[2]
+        channel = ChannelConfig(tls_ca_file=str(files["ca"]))
+        load = await stack.enter_async_context(PoolLoad(f"routers.test:{port}", channel, ["w"]))
+        with pytest.raises(OSError, match="its name has no address"):
+            await load.measure()
+        # A router with an address of each family is one router.
+        names.addresses = ["::1", "127.0.0.1", "127.0.0.2"]
+        assert (await load.measure())["w"].num_queued == 4
+        names.addresses = []
+        assert (await load.measure())["w"].num_queued == 4

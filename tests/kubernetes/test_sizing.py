@@ -39,7 +39,7 @@ def settled(replicas, measured, targets=TARGETS):
         (4, CALM | {"kv_use": 0.58}, 4, "KV use"),
         (1, {"num_ready": 1, "kv_use": 0.0}, 1, "KV use"),
         # More workers come, and count when they have.
-        (4, {"num_ready": 2, "kv_use": 1.0}, 4, "still starting"),
+        (4, {"num_ready": 2, "kv_use": 1.0}, 4, "2 workers are not ready"),
         (12, CALM, 8, "outside of the bounds"),
         (0, {"num_ready": 0, "kv_use": 0.0}, 1, "outside of the bounds"),
     ],
@@ -74,6 +74,14 @@ def test_a_peak_that_does_not_last_changes_nothing():
 def test_load_that_lasts_is_answered_after_a_while_and_once_in_the_dwell():
     # 10 s of load, then a change; the next one 50 s later.
     assert run([1.0] * 13) == [4, 4, *[5] * 10, 7]
+
+
+def test_an_overload_counts_from_when_all_workers_are_ready():
+    busy, starting = Measured(num_ready=4, kv_use=1.0), Measured(num_ready=3, kv_use=1.0)
+    _, trend = decide(4, starting, TARGETS, Trend(), 0)
+    now, trend = decide(4, busy, TARGETS, trend, 100)
+    assert now.replicas == 4
+    assert decide(4, busy, TARGETS, trend, 110)[0].replicas == 5
 
 
 def test_a_pool_shrinks_slowly():
