@@ -13,6 +13,7 @@ from helm.declare import (
     integer,
     kube_list,
     kube_object,
+    number,
     quantity,
     resources,
     string_map,
@@ -97,17 +98,20 @@ def _service(name: str, requests: Mapping[str, Any], pre_stop_s: int = 0) -> Val
     }
 
 
-def _autoscaling(what: str, *, least: int) -> Section:
+def _autoscaling(what: str, *, least: int, more: Mapping[str, str] | None = None) -> Section:
+    """more: what else may set the number, and what it does."""
+    types = {
+        "none": "keeps `replicas`",
+        "hpa": "makes a HorizontalPodAutoscaler",
+        "keda": "a ScaledObject",
+        **(more or {}),
+    }
+    meaning = ", ".join(f"`{name}` {does}" for name, does in types.items())
     return Section(
         f"Who sets the number of {what}.",
         {
-            "type": choice(
-                "none",
-                ["none", "hpa", "keda"],
-                "`none` keeps `replicas`, `hpa` makes a HorizontalPodAutoscaler, `keda` a"
-                " ScaledObject.",
-            ),
-            "minReplicas": integer(1, "Fewest pods; 0 is for `keda` only.", least=least),
+            "type": choice("none", list(types), f"{meaning}."),
+            "minReplicas": integer(1, "Fewest pods; 0 is not for `hpa`.", least=least),
             "maxReplicas": integer(4, "Most pods.", least=1),
             "metrics": kube_list([], "Metrics of `hpa` (autoscaling/v2).", required="type"),
             "behavior": kube_object({}, "How fast `hpa` goes up and down."),
@@ -158,7 +162,9 @@ WORKER: Values = {
         {"enabled": switch(False, "Refused: a worker cannot split a model over nodes yet.")},
     ),
     **_service("gpuworker", {"cpu": "2", "memory": "4Gi"}),
-    "autoscaling": _autoscaling("workers", least=0),
+    "autoscaling": _autoscaling(
+        "workers", least=0, more={"controller": "lets `poolController` decide"}
+    ),
 }
 
 
@@ -277,6 +283,36 @@ SCHEDULER = Section(
             least=1,
         ),
         **_service("scheduler", {"cpu": "500m", "memory": "512Mi"}),
+    },
+)
+
+CONTROLLER = Section(
+    "`headrace pool-controller`, which runs where a pool's autoscaling.type is `controller`;"
+    " latencies are the 95th percentiles of the last minute.",
+    {
+        "replicas": integer(1, "Controllers; of several one leads, by a Lease.", least=1),
+        "dryRun": switch(
+            False, "Log what would be changed and change nothing; pools keep `replicas`."
+        ),
+        "kvUse": number(
+            0.8, "Fraction of a pool's KV blocks that should be in use; 0: no target.", most=1
+        ),
+        "queuedPerWorker": number(2, "Requests that may wait in the routers for each worker."),
+        "queueWaitSeconds": number(
+            0, "Seconds until a worker begins with a request; 0: no target.", most=600
+        ),
+        "ttftSeconds": number(0, "Seconds to a request's first token; 0: no target.", most=10),
+        "tpotSeconds": number(0, "Seconds a token after the first; 0: no target.", most=2.5),
+        "roles": switch(
+            False, "Move workers between prefill and decode; needs tpotSeconds. See docs first."
+        ),
+        "upAfterSeconds": integer(15, "How long a pool is overloaded before it grows."),
+        "downAfterSeconds": integer(
+            300, "How long a pool could do with one worker less before it shrinks."
+        ),
+        "dwellSeconds": integer(60, "Least time between two changes of a pool."),
+        "extraArgs": strings([], "More flags of `headrace pool-controller`."),
+        **pod({"cpu": "50m", "memory": "128Mi"}),
     },
 )
 

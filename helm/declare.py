@@ -63,6 +63,12 @@ def integer(default: int, meaning: str, *, least: int = 0, most: int | None = No
     return Value(default, meaning, {"type": "integer", **bounds})
 
 
+def number(default: float, meaning: str, *, most: float | None = None) -> Value:
+    """A number that is not negative."""
+    bounds: Schema = {"minimum": 0} | ({} if most is None else {"maximum": most})
+    return Value(default, meaning, {"type": "number", **bounds})
+
+
 def number_or_percent(default: int | str, meaning: str) -> Value:
     """A number of pods, or a part of them."""
     return Value(

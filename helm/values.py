@@ -1,6 +1,16 @@
 """Every value of the chart, in the order of values.yaml."""
 
-from helm.components import MONITORING, ROUTER, SCHEDULER, STORE, WORKER, placement, pod, pools
+from helm.components import (
+    CONTROLLER,
+    MONITORING,
+    ROUTER,
+    SCHEDULER,
+    STORE,
+    WORKER,
+    placement,
+    pod,
+    pools,
+)
 from helm.declare import (
     Section,
     choice,
@@ -180,6 +190,7 @@ CHART = Section(
         "scheduler": SCHEDULER,
         "gpuworker": Section("What holds for every pool that does not say otherwise.", WORKER),
         "pools": pools(),
+        "poolController": CONTROLLER,
         "podDefaults": Section(
             "Placement of every pod that does not say otherwise.",
             {
@@ -218,7 +229,8 @@ CHART = Section(
         ),
         "serviceAccount": Section(
             "The account of the pods. With `discovery.type` kubernetes routers and schedulers have"
-            " accounts of their own, with a token; no other pod gets one.",
+            " accounts of their own, with a token, and so has the pool controller; no other pod has"
+            " a token.",
             {
                 "create": switch(True, "Make a service account."),
                 "name": text(

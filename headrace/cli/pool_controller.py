@@ -1,5 +1,7 @@
 """`headrace pool-controller`: scales pools of gpuworkers on Kubernetes by their load."""
 
+import asyncio
+import contextlib
 import logging
 import re
 from collections.abc import Callable
@@ -63,6 +65,12 @@ def _target(name: str) -> Callable[[Any], Any]:
     show_default=True,
     help="Seconds between two looks.",
 )
+@click.option(
+    "--lease-name",
+    default="headrace-pool-controller",
+    show_default=True,
+    help="Lease by which one controller of several leads; one for each release.",
+)
 @click.option("--namespace", default="", help="Namespace of the pools.  [default: the pod's own]")
 @click.option(
     "--kubeconfig", default="", help="Kubeconfig file.  [default: the pod's, or ~/.kube/config]"
@@ -73,8 +81,6 @@ def pool_controller(
     pools: tuple[str, ...],
     roles: bool,
     interval_s: float,
-    namespace: str,
-    kubeconfig: str,
     dry_run: bool,
     **arguments: Any,
 ) -> None:
@@ -103,18 +109,17 @@ def pool_controller(
     logging.basicConfig(
         level="INFO", format="%(asctime)s %(levelname)s pool-controller %(message)s"
     )
-    run(_control(targets, interval_s, namespace, kubeconfig, arguments, is_dry_run=dry_run))
+    run(_control(targets, interval_s, arguments, is_dry_run=dry_run))
 
 
 async def _control(
     targets: dict[str, Targets],
     interval_s: float,
-    namespace: str,
-    kubeconfig: str,
     arguments: dict[str, Any],
     *,
     is_dry_run: bool,
 ) -> None:
+    """Control until SIGTERM or SIGINT, which let another controller lead at once."""
     try:
         from headrace.kubernetes.api import connect
         from headrace.kubernetes.controller import PoolController
@@ -122,11 +127,19 @@ async def _control(
         raise Failure(f"{error}: install headrace[kubernetes]") from error
     from headrace.pool_load import PoolLoad
     from headrace.service.discovery import DiscoveryConfig
+    from headrace.service.serving import stop_asked
 
-    config = DiscoveryConfig("kubernetes", namespace=namespace, kubeconfig=kubeconfig)
+    where = {name: arguments.pop(name) for name in ("namespace", "kubeconfig")}
+    config = DiscoveryConfig("kubernetes", **where)
+    lease_name = arguments.pop("lease_name")
     server, channel = take_connection(arguments)
     async with await connect(config) as api, PoolLoad(server, channel, list(targets)) as load:
-        controller = PoolController(
-            api, targets, load.measure, set_role=load.set_role, is_dry_run=is_dry_run
-        )
-        await controller.run(interval_s)
+        how = {"set_role": load.set_role, "lease_name": lease_name, "is_dry_run": is_dry_run}
+        controller = PoolController(api, targets, load.measure, **how)
+        controlling = asyncio.create_task(controller.run(interval_s))
+        stopping = asyncio.create_task(stop_asked().wait())
+        await asyncio.wait([controlling, stopping], return_when=asyncio.FIRST_COMPLETED)
+        for task in (stopping, controlling):
+            task.cancel()
+        with contextlib.suppress(asyncio.CancelledError):
+            await controlling

@@ -19,7 +19,6 @@ from headrace.vocabulary import WorkerRole
 
 logger = logging.getLogger(__name__)
 
-_LEASE = "headrace-pool-controller"
 _LEASE_DURATION_S = 15
 _WATCH_S = 5.0
 _MERGE_PATCH = "application/merge-patch+json"
@@ -28,8 +27,10 @@ _MERGE_PATCH = "application/merge-patch+json"
 class Leader:
     """The leadership of this process."""
 
-    def __init__(self, api: Api) -> None:
-        self._leases = Leases(api, _LEASE)
+    def __init__(self, api: Api, lease_name: str) -> None:
+        """lease_name: the same for controllers of the same pools."""
+        self._name = lease_name
+        self._leases = Leases(api, lease_name)
         self._listing = self._leases.listing(_WATCH_S)
         self._sightings = Sightings()
         self._holder = uuid.uuid4().hex
@@ -44,9 +45,9 @@ class Leader:
         self.is_leading = False
         snapshot = await self._listing.list()
         live = self._sightings.observe(snapshot.asked_s, snapshot.objects.values())
-        lease = snapshot.objects.get(_LEASE) or Lease(_LEASE, LeaseKind.LEADER)
+        lease = snapshot.objects.get(self._name) or Lease(self._name, LeaseKind.LEADER)
         is_ours = lease.holder == self._holder
-        if _LEASE in live and not is_ours:
+        if self._name in live and not is_ours:
             return False
         taken = replace(
             lease,
@@ -62,7 +63,7 @@ class Leader:
         """Let another process lead at once."""
         if not self.is_leading:
             return
-        lease = (await self._listing.list()).objects.get(_LEASE)
+        lease = (await self._listing.list()).objects.get(self._name)
         if lease is not None and lease.holder == self._holder:
             await self._leases.write(replace(lease, holder=""))
 
@@ -92,6 +93,7 @@ class PoolController:
         measure: Callable[[], Awaitable[Mapping[str, Measured]]],
         *,
         set_role: Callable[[str, WorkerRole], Awaitable[object]],
+        lease_name: str,
         is_dry_run: bool,
     ) -> None:
         """
@@ -99,6 +101,7 @@ class PoolController:
             targets: by the name of a StatefulSet.
             measure: all pools now; OSError if that fails.
             set_role: gives a worker a role, where targets are by role; OSError if that fails.
+            lease_name: of the lease by which one of several controllers leads.
             is_dry_run: only say what would be done.
         """
         self._api = api
@@ -106,7 +109,7 @@ class PoolController:
         self._measure = measure
         self._set_role = set_role
         self._is_dry_run = is_dry_run
-        self._leader = Leader(api)
+        self._leader = Leader(api, lease_name)
 
     async def run(self, interval_s: float) -> None:
         """Control until cancelled; then another controller leads at once."""

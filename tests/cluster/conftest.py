@@ -71,7 +71,18 @@ def releases(cluster: Cluster, credentials: Credentials) -> Iterator[dict[str, R
     complete = {
         "router": {"replicas": 2, "preStopSeconds": 1, "service": {"type": "NodePort"}},
         "scheduler": {"replicas": 2, "config": {"ownership": {"rebalance_after_s": 1}}},
-        "pools": [{"name": "a", "replicas": 2}],
+        "pools": [
+            {
+                "name": "a",
+                "autoscaling": {"type": "controller", "minReplicas": 2, "maxReplicas": 3},
+            }
+        ],
+        "poolController": {
+            "upAfterSeconds": 1,
+            "downAfterSeconds": 1,
+            "dwellSeconds": 0,
+            "extraArgs": ["--interval-s=1"],
+        },
         "discovery": {"type": "kubernetes"},
         "monitoring": {"enabled": True},
         "probes": {"type": "http", "periodSeconds": 1},

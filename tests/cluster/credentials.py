@@ -22,7 +22,10 @@ class Credentials:
         domain = f"{namespace}.svc.cluster.local"
         # As docs/kubernetes.md asks for, and the address of the node port.
         self._names = {
-            "router": (f"{release}-router.{domain}", "127.0.0.1"),
+            "router": (
+                *(f"{release}-router.{domain}", f"{release}-router-headless.{domain}"),
+                "127.0.0.1",
+            ),
             "scheduler": (f"*.{release}-scheduler.{domain}",),
             "gpuworker": (f"*.{release}-gpuworker-a.{domain}",),
             "store": (f"{release}-store.{domain}",),

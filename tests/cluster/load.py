@@ -8,8 +8,6 @@ from headrace.service.channels import ChannelConfig
 from headrace.types import Completion, Sampling
 from tests.chaos import stub_model
 
-NUM_TOKENS = 40
-
 
 class Load:
     """So many clients at one address; leaving waits for the answers under way.
@@ -18,10 +16,13 @@ class Load:
     other refusal, a lost stream or a wrong token fails the `async with`.
     """
 
-    def __init__(self, address: str, config: ChannelConfig, num_clients: int = 4) -> None:
+    def __init__(
+        self, address: str, config: ChannelConfig, num_clients: int = 4, num_tokens: int = 40
+    ) -> None:
         self._address = address
         self._config = config
         self._num_clients = num_clients
+        self._num_tokens = num_tokens
         self._is_over = False
         self._tasks = asyncio.TaskGroup()
         self._answered = asyncio.Event()
@@ -54,11 +55,13 @@ class Load:
                 await self._ask(client, f"client {client_id}, prompt {num_asked}: ", num_asked)
 
     async def _ask(self, client: HeadraceClient, prompt: str, seed: int) -> None:
-        sampling = Sampling(max_tokens=NUM_TOKENS, temperature=1.0, seed=seed, ignore_eos=True)
+        sampling = Sampling(
+            max_tokens=self._num_tokens, temperature=1.0, seed=seed, ignore_eos=True
+        )
         async with asyncio.timeout(90):
             while (answer := await self._once(client, prompt, sampling)) is None:
                 self.num_refused += 1
-        wanted = stub_model.generated(list(prompt.encode()), NUM_TOKENS, seed=seed)
+        wanted = stub_model.generated(list(prompt.encode()), self._num_tokens, seed=seed)
         assert answer.text == stub_model.text_of(wanted), f"{prompt}: {answer.text}"
         self.num_answers += 1
         self._answered.set()

@@ -117,6 +117,26 @@ async def test_certificates_and_keys_are_renewed_under_load_without_a_restart(
     assert starts(release) == before
 
 
+async def test_the_controller_makes_a_pool_larger_under_load_and_smaller_after_it(
+    release, credentials
+):
+    release.until_settled()
+    # A worker takes 16 requests at a time, so that many wait in the routers.
+    async with Load(release.address(), credentials.channel(), num_clients=60, num_tokens=100):
+        await asyncio.to_thread(until_pool, release, 3)
+    await asyncio.to_thread(until_pool, release, 2)
+    log = release.cluster.kubectl(
+        *("logs", "deployment/hr-headrace-pool-controller", "--namespace", release.namespace)
+    )
+    assert re.search(r"2 -> 3 workers: \w.* is at \d+% of its target", log)
+
+
+def until_pool(release, num_workers):
+    """Wait until the pool has so many workers, all ready."""
+    release.cluster.until(lambda: len(release.pods("gpuworker")) == num_workers, "workers")
+    release.until_settled()
+
+
 async def until_told(release, config, reason):
     """Wait until several new connections are refused with this reason; all well if it is empty."""
     num_told = 0

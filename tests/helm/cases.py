@@ -85,6 +85,16 @@ CASES: dict[str, dict[str, Any]] = {
         "router": {"autoscaling": {"type": "keda", "triggers": [TRIGGER]}},
         "gpuworker": {"autoscaling": {"type": "keda", "minReplicas": 0, "triggers": [TRIGGER]}},
     },
+    "pool controller": {
+        "pools": [
+            {"name": "a", "autoscaling": {"type": "controller", "minReplicas": 0}},
+            {"name": "b", "autoscaling": {"type": "controller", "maxReplicas": 9}},
+            {"name": "c"},
+        ],
+        "poolController": {"replicas": 2, "kvUse": 0.5, "roles": True, "tpotSeconds": 1, **EXTRAS},
+        "tls": SUPPLIED,
+        "networkPolicy": {"clients": [{"podSelector": {}}], "egress": {"enabled": True}},
+    },
     "monitoring": {"monitoring": MONITORING, "probes": {"type": "http"}},
     "monitoring with tls": {"monitoring": MONITORING, "tls": SUPPLIED},
     "tls of cert-manager": {"tls": CERT_MANAGER},

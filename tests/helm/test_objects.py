@@ -5,15 +5,23 @@ import re
 
 import pytest
 
+from headrace.cli.pool_controller import pool_controller
 from tests.helm.cases import CASES, CERT_MANAGER, CPU_METRIC, EXTRAS, SUPPLIED, TRIGGER
-from tests.helm.chart import RefusedError
+from tests.helm.chart import RefusedError, merged
 
+CONTROLLED = {"gpuworker": {"autoscaling": {"type": "controller"}}}
 ALL_PODS = {
     "hr-headrace-router",
     "hr-headrace-scheduler",
     "hr-headrace-gpuworker-default",
     "hr-headrace-store",
     "hr-headrace-test",
+}
+
+# Who calls the Kubernetes API, in the cases in which anybody does.
+CALL_KUBERNETES = {
+    "discovery by labels": {"router", "scheduler"},
+    "pool controller": {"pool-controller"},
 }
 
 
@@ -30,7 +38,7 @@ def test_every_container_is_restricted(chart, case):
     for name, pod in chart.render(CASES[case]).pods().items():
         assert pod["securityContext"]["runAsNonRoot"] is True, name
         assert pod["securityContext"]["seccompProfile"] == {"type": "RuntimeDefault"}
-        calls_kubernetes = case == "discovery by labels" and name.endswith(("router", "scheduler"))
+        calls_kubernetes = name.removeprefix("hr-headrace-") in CALL_KUBERNETES.get(case, ())
         assert pod["automountServiceAccountToken"] is calls_kubernetes, name
         context = container(pod)["securityContext"]
         assert context["readOnlyRootFilesystem"] is True
@@ -77,9 +85,10 @@ def test_services_do_not_put_their_ports_into_the_environment(chart):
 
 
 def test_every_pod_is_placed_by_its_own_values(chart):
-    values = dict.fromkeys(("router", "scheduler", "gpuworker", "tests"), EXTRAS)
+    components = ("router", "scheduler", "gpuworker", "tests", "poolController")
+    values = merged(dict.fromkeys(components, EXTRAS), CONTROLLED)
     pods = chart.render({**values, "store": {"valkey": EXTRAS}}).pods()
-    assert set(pods) == ALL_PODS
+    assert set(pods) == {*ALL_PODS, "hr-headrace-pool-controller"}
     for name, pod in pods.items():
         assert pod["nodeSelector"] == EXTRAS["nodeSelector"], name
         assert EXTRAS["tolerations"][0] in pod["tolerations"], name
@@ -156,6 +165,31 @@ def test_who_scales_is_alone_in_setting_replicas(chart, kind, least):
     kinds = {"hpa": "HorizontalPodAutoscaler", "keda": "ScaledObject"}
     assert set(objects.of(kinds.pop(kind))) == {"hr-headrace-gpuworker-default"}
     assert not objects.of(*kinds.values())
+    assert "hr-headrace-pool-controller" not in objects.of("Deployment")
+
+
+def test_a_pool_that_the_controller_scales_has_no_replicas_and_no_other_scaler(chart):
+    objects = chart.render(CASES["pool controller"])
+    sets = {name[-1]: each["spec"] for name, each in objects.of("StatefulSet").items()}
+    assert [pool for pool in "abc" if "replicas" not in sets[pool]] == ["a", "b"]
+    assert not objects.of("HorizontalPodAutoscaler") | objects.of("ScaledObject")
+    command = container(objects.pods()["hr-headrace-pool-controller"])["command"]
+    assert [flag for flag in command if flag.startswith("--pool=")] == [
+        "--pool=hr-headrace-gpuworker-a=0:4",
+        "--pool=hr-headrace-gpuworker-b=1:9",
+    ]
+    assert {"--kv-use=0.5", "--lease-name=hr-headrace-pool-controller"} <= set(command)
+    # Its flags are those of the command.
+    assert pool_controller.make_context("it", command[2:]).params["kv_use"] == 0.5
+
+
+def test_a_controller_that_only_says_what_it_would_do_leaves_the_chart_its_replicas(chart):
+    values = {"poolController": {"dryRun": True}, "gpuworker": {"replicas": 7}}
+    objects = chart.render(merged(CONTROLLED, values))
+    assert objects.one("StatefulSet", "gpuworker-default")["spec"]["replicas"] == 7
+    file = objects.file("scheduler", "hr-headrace-scheduler-0.toml")
+    assert "gpuworker-default-6." in file
+    assert "--dry-run" in container(objects.pods()["hr-headrace-pool-controller"])["command"]
 
 
 def test_a_worker_has_shared_memory_and_caches(chart):
@@ -316,8 +350,8 @@ def test_policies_let_each_service_be_called_by_its_caller_alone(chart):
     assert ports == [53, 53, 4317, 443]
 
 
-def test_no_rights_are_asked_for_without_discovery_by_labels(chart):
-    cases = [case for name, case in CASES.items() if name != "discovery by labels"]
+def test_no_rights_are_asked_for_where_nobody_calls_kubernetes(chart):
+    cases = [case for name, case in CASES.items() if name not in CALL_KUBERNETES]
     kinds = {each["kind"] for case in cases for each in chart.render(case)}
     assert not kinds & {"Role", "RoleBinding", "ClusterRole", "ClusterRoleBinding"}
 

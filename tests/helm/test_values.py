@@ -120,6 +120,11 @@ REFUSED = {
         {"gpuworker": {"autoscaling": {"type": "keda"}}},
         "needs at least one trigger",
     ),
+    "a controller of routers": (
+        {"router": {"autoscaling": {"type": "controller"}}},
+        "/router/autoscaling/type",
+    ),
+    "roles without a target": ({"poolController": {"roles": True}}, "needs tpotSeconds"),
     "hpa to nothing": (
         {
             "gpuworker": {

@@ -16,13 +16,15 @@ from tests.kubernetes.cluster import Namespace
 from tests.kubernetes.control_plane import ControlPlane
 
 NOW = Targets(min_replicas=1, max_replicas=5, up_after_s=0, down_after_s=0, dwell_s=0)
+LEASE = "hr-headrace-pool-controller"
 
 
 class StatefulSet:
-    """A pool of two workers in a new namespace."""
+    """A pool of two workers in a namespace."""
 
-    def __init__(self, plane: ControlPlane) -> None:
-        self.namespace = Namespace(plane)
+    def __init__(self, namespace: Namespace, name: str = "p") -> None:
+        self.namespace = namespace
+        self.name = name
         self.kv_use = 0.8
         self.measured: dict[str, Any] = {}
         self.roles: list[tuple[str, str]] = []
@@ -32,32 +34,33 @@ class StatefulSet:
         }
         selector = {"matchLabels": {"a": "b"}}
         spec = {"replicas": 2, "serviceName": "p", "selector": selector, "template": template}
-        body = {"metadata": {"name": "p"}, "spec": spec}
-        with plane.client() as client:
-            kubernetes.client.AppsV1Api(client).create_namespaced_stateful_set(
-                self.namespace.name, body
-            )
+        body = {"metadata": {"name": name}, "spec": spec}
+        with namespace.plane.client() as client:
+            kubernetes.client.AppsV1Api(client).create_namespaced_stateful_set(namespace.name, body)
 
     def replicas(self) -> int:
         with self.namespace.plane.client() as client:
             api = kubernetes.client.AppsV1Api(client)
-            return api.read_namespaced_stateful_set("p", self.namespace.name).spec.replicas
+            return api.read_namespaced_stateful_set(self.name, self.namespace.name).spec.replicas
 
     async def measure(self) -> dict[str, Measured]:
-        return {"p": Measured(num_ready=self.replicas(), kv_use=self.kv_use, **self.measured)}
+        return {self.name: Measured(num_ready=self.replicas(), kv_use=self.kv_use, **self.measured)}
 
     async def set_role(self, worker_id: str, role: str) -> None:
         self.roles.append((worker_id, role))
 
     def controller(self, api: Api, targets: Targets = NOW, *, is_dry_run: bool = False):
         return PoolController(
-            *(api, {"p": targets}, self.measure), set_role=self.set_role, is_dry_run=is_dry_run
+            *(api, {self.name: targets}, self.measure),
+            set_role=self.set_role,
+            lease_name=LEASE,
+            is_dry_run=is_dry_run,
         )
 
 
 @pytest.fixture
 def pool(control_plane: ControlPlane) -> StatefulSet:
-    return StatefulSet(control_plane)
+    return StatefulSet(Namespace(control_plane))
 
 
 async def test_a_pool_follows_its_load(pool: StatefulSet, caplog):
@@ -102,7 +105,7 @@ async def test_a_worker_changes_sides_before_the_pool_grows(pool: StatefulSet, c
 async def test_one_controller_leads_and_its_end_lets_another_lead(control_plane: ControlPlane):
     namespace = Namespace(control_plane)
     async with asyncio.timeout(60), await connect(namespace.discovery()) as api:
-        first, second = Leader(api), Leader(api)
+        first, second = Leader(api, LEASE), Leader(api, LEASE)
         assert await first.renew()
         assert not await second.renew()
         assert await first.renew()

@@ -13,18 +13,21 @@ from headrace.service.discovery import OwnershipConfig
 from tests.helm.chart import Chart
 from tests.kubernetes.cluster import WORKERS, Namespace, Sets
 from tests.kubernetes.control_plane import ControlPlane
+from tests.kubernetes.test_controller import StatefulSet
 from tests.kubernetes.test_ownership import Driven
 
 QUICK = OwnershipConfig(lease_duration_s=4, renew_every_s=0.3)
 PODS, LEASES = ("list", "watch"), ("list", "watch", "create", "update")
+SCALE = [("statefulsets/scale", verb) for verb in ("get", "patch")]
+LEADING = [("leases", verb) for verb in ("list", "create", "update")]
+SCALED = "hr-headrace-gpuworker-default"
 
 
 @pytest.fixture
 def roles(chart: Chart) -> dict[str, list]:
-    objects = chart.render({"discovery": {"type": "kubernetes"}})
-    return {
-        component: objects.one("Role", component)["rules"] for component in ("router", "scheduler")
-    }
+    scaled = {"gpuworker": {"autoscaling": {"type": "controller"}}}
+    objects = chart.render({"discovery": {"type": "kubernetes"}, **scaled})
+    return {name.removeprefix("hr-headrace-"): r["rules"] for name, r in objects.of("Role").items()}
 
 
 class Account:
@@ -93,11 +96,53 @@ async def test_no_verb_can_be_left_out(
     await account.own(lambda _: lacking in caplog.text)
 
 
+async def control(account: Account, pool: str) -> StatefulSet:
+    """Two steps of a controller that the pool is too small for."""
+    scaled = StatefulSet(account.namespace, pool)
+    scaled.kv_use = 1.2
+    async with await connect(account.namespace.discovery(account.token)) as api:
+        controller = scaled.controller(api)
+        for _ in range(2):
+            await controller.step()
+    return scaled
+
+
+async def test_a_controller_scales_its_pools_with_its_role(
+    control_plane: ControlPlane, roles, caplog
+):
+    scaled = await control(Account(control_plane, roles["pool-controller"]), SCALED)
+    assert scaled.replicas() == 5
+    assert "forbidden" not in caplog.text
+
+
+async def test_a_controller_can_scale_nothing_else(control_plane: ControlPlane, roles, caplog):
+    scaled = await control(Account(control_plane, roles["pool-controller"]), "another")
+    assert scaled.replicas() == 2
+    assert 'statefulsets.apps "another" is forbidden' in caplog.text
+
+
+@pytest.mark.parametrize(("resource", "verb"), [*SCALE, *LEADING])
+async def test_no_verb_of_a_controller_can_be_left_out(
+    control_plane: ControlPlane, roles, caplog, resource: str, verb: str
+):
+    rules = copy.deepcopy(roles["pool-controller"])
+    for rule in rules:
+        if rule["resources"] == [resource] and verb in rule["verbs"]:
+            rule["verbs"].remove(verb)
+    rules = [rule for rule in rules if rule["verbs"]]
+    await control(Account(control_plane, rules), SCALED)
+    assert f'cannot {verb} resource "{resource}"' in caplog.text
+
+
 def test_the_roles_hold_no_other_verb(roles):
     granted = {
         (*rule["resources"], verb)
-        for rules in roles.values()
-        for rule in rules
+        for name in ("router", "scheduler")
+        for rule in roles[name]
         for verb in rule["verbs"]
     }
     assert granted == {("pods", verb) for verb in PODS} | {("leases", verb) for verb in LEASES}
+    of_controller = [
+        (*rule["resources"], verb) for rule in roles["pool-controller"] for verb in rule["verbs"]
+    ]
+    assert of_controller == [*SCALE, *LEADING]

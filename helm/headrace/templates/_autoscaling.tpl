@@ -1,3 +1,20 @@
+{{/* Whether the chart itself sets a pool's replicas; takes a dict of root and values. */}}
+{{- define "headrace.keepsReplicas" -}}
+{{- $type := .values.autoscaling.type -}}
+{{- if or (eq $type "none") (and (eq $type "controller") .root.Values.poolController.dryRun) }}true{{ end -}}
+{{- end }}
+
+{{/* The pools that the controller scales, as YAML under `pools`. */}}
+{{- define "headrace.controlledPools" -}}
+{{- $pools := list -}}
+{{- range (include "headrace.pools" . | fromYaml).pools -}}
+{{- if eq .autoscaling.type "controller" -}}
+{{- $pools = append $pools . -}}
+{{- end -}}
+{{- end -}}
+{{- dict "pools" $pools | toYaml -}}
+{{- end }}
+
 {{/* The object that sets a component's replicas; takes a dict of root, component, name, kind, values, pool. */}}
 {{- define "headrace.autoscaler" -}}
 {{- $scaling := .values.autoscaling -}}

@@ -103,6 +103,9 @@
 {{- if and .Values.hfToken.value .Values.hfToken.existingSecret -}}
 {{- fail "hfToken: give either value or existingSecret" -}}
 {{- end -}}
+{{- if and .Values.poolController.roles (not .Values.poolController.tpotSeconds) -}}
+{{- fail "poolController.roles: needs tpotSeconds; nothing else says how decode workers do" -}}
+{{- end -}}
 {{- if not .Values.monitoring.enabled -}}
 {{- if eq .Values.probes.type "http" -}}
 {{- fail "probes.type: http needs monitoring.enabled, which opens the port" -}}

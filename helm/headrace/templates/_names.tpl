@@ -76,7 +76,7 @@ metadata:
 
 {{/* Whether pods of a component call the Kubernetes API; takes a dict of root and component. */}}
 {{- define "headrace.callsKubernetes" -}}
-{{- if and (eq .root.Values.discovery.type "kubernetes") (has .component (list "router" "scheduler")) }}true{{ end -}}
+{{- if or (eq .component "pool-controller") (and (eq .root.Values.discovery.type "kubernetes") (has .component (list "router" "scheduler"))) }}true{{ end -}}
 {{- end }}
 
 {{/* The account of a component's pods; takes a dict of root and component. */}}

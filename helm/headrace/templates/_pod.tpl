@@ -185,6 +185,20 @@ periodSeconds: {{ .root.Values.probes.periodSeconds }}
 timeoutSeconds: {{ .root.Values.probes.timeoutSeconds }}
 {{- end }}
 
+{{/* What a `headrace` command shows the routers, as flags; takes the root. */}}
+{{- define "headrace.clientFlags" -}}
+{{- if .Values.auth.enabled }}
+- --auth-token-file=/etc/headrace/tokens/router-token
+{{- end }}
+{{- if .Values.tls.enabled }}
+- --tls-ca-file=/etc/headrace/tls/ca.crt
+{{- if .Values.tls.requireClientCertificates }}
+- --tls-cert-file=/etc/headrace/tls/tls.crt
+- --tls-key-file=/etc/headrace/tls/tls.key
+{{- end }}
+{{- end }}
+{{- end }}
+
 {{/* The port of metrics and probes, beside a container's other ports; takes the root. */}}
 {{- define "headrace.adminPort" -}}
 {{- if .Values.monitoring.enabled }}
@@ -232,7 +246,7 @@ config (name of the ConfigMap), service and tokens (keys that this pod may see).
       - key: {{ . }}
         path: {{ . }}
       {{- end }}
-      {{- if and .root.Values.monitoring.enabled (ne .component "test") }}
+      {{- if and .root.Values.monitoring.enabled (not (has .component (list "test" "pool-controller"))) }}
       - key: metrics-token
         path: metrics-token
       {{- end }}

@@ -11,7 +11,8 @@
 
 {{/* How many workers of a pool have a name: as many as there may be, and one that may come later. */}}
 {{- define "headrace.numWorkers" -}}
-{{- ternary (max (int .replicas) (int .maxReplicas)) (int .autoscaling.maxReplicas) (eq .autoscaling.type "none") | max 1 -}}
+{{- $most := ternary .maxReplicas .autoscaling.maxReplicas (eq .autoscaling.type "none") | int -}}
+{{- max 1 $most (ternary (int .replicas) 0 (has .autoscaling.type (list "none" "controller"))) -}}
 {{- end }}
 
 {{/*
