@@ -374,6 +374,15 @@ class FakeScheduler(scheduler_pb2_grpc.SchedulerServicer):
         ]
         return inference_pb2.AuditPoolResponse(workers=audits)
 
+    async def UpdateWorker(self, request, context):
+        (found,) = (w for w in self.workers if w.worker_id == request.worker_id)
+        if request.HasField("drained") and found.state != common_pb2.WORKER_STATE_LOST:
+            state = "DRAINING" if request.drained else "READY"
+            found.state = common_pb2.WorkerState.Value(f"WORKER_STATE_{state}")
+        found.role = request.role or found.role
+        self._pool_changed.set()
+        return inference_pb2.UpdateWorkerResponse(worker=found)
+
     async def Explain(self, request, context):
         if not any(s.request_id == request.request_id for s in self.submissions):
             await context.abort(grpc.StatusCode.NOT_FOUND, "not here")
