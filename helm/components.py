@@ -169,7 +169,7 @@ WORKER: Values = {
 
 
 def pools() -> Value:
-    own = Section("", WORKER).schema()["properties"]
+    own = Section("", WORKER).schema(is_whole=False)["properties"]
     name = {
         "type": "string",
         "pattern": "^[a-z0-9]([a-z0-9-]*[a-z0-9])?$",

@@ -23,13 +23,21 @@ class Section:
     text: str
     values: Mapping[str, "Value | Section"]
 
-    def schema(self) -> Schema:
-        """The JSON Schema of the section."""
+    def schema(self, *, is_whole: bool = True) -> Schema:
+        """The JSON Schema of the section; is_whole: templates read what has no default of its own.
+
+        Helm takes a key away whose value is null, as of a section whose lines are all commented
+        out, and `--reuse-values` knows no key that is new in the chart.
+        """
+        needed = [name for name, value in self.values.items() if _is_needed(value)]
         return {
             "type": "object",
             "additionalProperties": False,
+            **({"required": needed} if is_whole and needed else {}),
             "properties": {
-                name: value.schema() if isinstance(value, Section) else _described(value)
+                name: value.schema(is_whole=is_whole)
+                if isinstance(value, Section)
+                else _described(value)
                 for name, value in self.values.items()
             },
         }
@@ -41,6 +49,13 @@ class Section:
                 yield from value.rows(f"{prefix}{name}.")
             else:
                 yield prefix + name, value
+
+
+def _is_needed(value: Value | Section) -> bool:
+    """Whether a template cannot do without; empty texts, lists and maps may be missing."""
+    if isinstance(value, Section):
+        return True
+    return value.default != "" and not isinstance(value.default, dict | list)
 
 
 def _described(value: Value) -> Schema:

@@ -219,6 +219,23 @@ CASES: dict[str, dict[str, Any]] = {
         "commonAnnotations": None,
         "tests": {"resources": None},
     },
+    # `tag:` with nothing behind it, and such.
+    "empty values": {
+        "model": {"servedName": None},
+        "images": {"registry": None, "pullSecrets": None},
+        "router": {"image": {"tag": None, "digest": None}, "extraArgs": None},
+        "gpuworker": {"model": None, "extraEnv": None, "config": None, "podAnnotations": None},
+        "podDefaults": {"tolerations": None, "priorityClassName": None},
+        "tls": {"existingSecrets": {"router": None}},
+        "store": {"external": {"url": None}, "valkey": {"resources": None}},
+        "telemetry": {"otlpEndpoint": None},
+        "extraObjects": None,
+    },
+    "quoted numbers": {
+        "router": {"image": {"tag": "1.10"}, "podLabels": {"build": "20240101"}},
+        "commonAnnotations": {"sidecar.istio.io/inject": "false"},
+        "pools": [{"name": "3", "replicas": 0}, {"name": "b"}],
+    },
     "nothing optional": {
         "pdb": {"enabled": False},
         "networkPolicy": {"enabled": False},

@@ -87,13 +87,15 @@ def test_services_do_not_put_their_ports_into_the_environment(chart):
 def test_every_pod_is_placed_by_its_own_values(chart):
     components = ("router", "scheduler", "gpuworker", "tests", "poolController")
     values = merged(dict.fromkeys(components, EXTRAS), CONTROLLED)
-    pods = chart.render({**values, "store": {"valkey": EXTRAS}}).pods()
+    images = {"pullSecrets": [{"name": "pull"}]}
+    pods = chart.render({**values, "store": {"valkey": EXTRAS}, "images": images}).pods()
     assert set(pods) == {*ALL_PODS, "hr-headrace-pool-controller"}
     for name, pod in pods.items():
         assert pod["nodeSelector"] == EXTRAS["nodeSelector"], name
         assert EXTRAS["tolerations"][0] in pod["tolerations"], name
         assert pod["affinity"] == EXTRAS["affinity"], name
         assert pod["priorityClassName"] == "high", name
+        assert pod["imagePullSecrets"] == images["pullSecrets"], name
         assert pod["runtimeClassName"] == "nvidia", name
         assert pod["topologySpreadConstraints"][0]["topologyKey"] == "zone", name
         assert pod["topologySpreadConstraints"][0]["labelSelector"]["matchLabels"], name

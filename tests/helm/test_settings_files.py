@@ -154,6 +154,20 @@ def test_text_is_quoted(chart, read):
     assert read(objects.file("router", "router.toml"), ROUTER)["router"].model_name == name
 
 
+@pytest.mark.parametrize(
+    ("model", "served"),
+    [
+        ("Qwen/Qwen2.5-0.5B-Instruct", "Qwen2.5-0.5B-Instruct"),
+        ("/var/cache/headrace/my.model.v1.gguf", "my.model.v1"),
+    ],
+)
+def test_a_model_with_dots_in_its_name_is_served_by_its_last_part(chart, read, model, served):
+    objects = chart.render({"model": {"name": model}})
+    assert read(objects.file("router", "router.toml"), ROUTER)["router"].model_name == served
+    worker = read(objects.file("gpuworker-default", "gpuworker.toml"), GPUWORKER)["gpuworker"]
+    assert (worker.model, worker.model_name) == (model, served)
+
+
 def test_a_pool_has_its_own_values_and_those_of_gpuworker(chart, read):
     objects = chart.render(
         {

@@ -72,6 +72,29 @@ def test_one_version_of_the_chart_is_one_of_headrace():
 
 
 REFUSED = {
+    # Helm takes away what is null, as of a section whose lines are all comments.
+    "an empty section": ({"router": None}, "missing property 'router'"),
+    "an empty section below": ({"store": {"valkey": None}}, "'/store': missing property 'valkey'"),
+    "no number": ({"router": {"replicas": None}}, "'/router': missing property 'replicas'"),
+    "a pool without its GPU": ({"pools": [{"name": "a", "gpu": None}]}, "/pools/0/gpu"),
+    "a pull secret as text": ({"images": {"pullSecrets": ["pull"]}}, "/images/pullSecrets/0"),
+    "a truth value as an annotation": (
+        {"router": {"podAnnotations": {"prometheus.io/scrape": True}}},
+        "/router/podAnnotations/prometheus.io",
+    ),
+    "what other charts call autoscaling": (
+        {"router": {"autoscaling": {"enabled": True}}},
+        "'/router/autoscaling': additional properties 'enabled' not allowed",
+    ),
+    "what other charts call pull secrets": (
+        {"imagePullSecrets": [{"name": "pull"}]},
+        "additional properties 'imagePullSecrets' not allowed",
+    ),
+    "a number among the flags": ({"router": {"extraArgs": ["--x", 1]}}, "/router/extraArgs/1"),
+    "a number as the name of a pool": ({"pools": [{"name": 3}]}, "/pools/0/name"),
+    "a part of a pool, by its index": ({"pools": [{"replicas": 2}]}, "missing property 'name'"),
+    "no router": ({"router": {"replicas": 0}}, "/router/replicas"),
+    "no pod may go": ({"pdb": {"maxUnavailable": 0}}, "/pdb/maxUnavailable"),
     "replicaz": ({"router": {"replicaz": 1}}, "replicaz"),
     "a number as text": ({"router": {"replicas": "2"}}, "/router/replicas"),
     "http probes": ({"probes": {"type": "http"}}, "probes.type: http needs monitoring.enabled"),

@@ -89,6 +89,40 @@
 {{- end -}}
 {{- end }}
 
+{{/* A Secret of the user that lacks a key keeps pods from starting; takes a dict of root, name, secret, keys. */}}
+{{- define "headrace.checkSecret" -}}
+{{- if .secret -}}
+{{- with lookup "v1" "Secret" .root.Release.Namespace .secret -}}
+{{- $data := default (dict) .data -}}
+{{- range $.keys -}}
+{{- if not (hasKey $data .) -}}
+{{- fail (printf "%s: the Secret %s has no key %s; it needs %s" $.name $.secret . (join ", " $.keys)) -}}
+{{- end -}}
+{{- end -}}
+{{- end -}}
+{{- end -}}
+{{- end }}
+
+{{- define "headrace.checkSecrets" -}}
+{{- $tokens := list "router-token" "scheduler-token" "gpuworker-token" -}}
+{{- if .Values.monitoring.enabled -}}
+{{- $tokens = append $tokens "metrics-token" -}}
+{{- end -}}
+{{- include "headrace.checkSecret" (dict "root" . "name" "auth.existingSecret" "secret" .Values.auth.existingSecret "keys" $tokens) -}}
+{{- include "headrace.checkSecret" (dict "root" . "name" "auth.apiKeys.existingSecret" "secret" .Values.auth.apiKeys.existingSecret "keys" (list .Values.auth.apiKeys.key)) -}}
+{{- include "headrace.checkSecret" (dict "root" . "name" "hfToken.existingSecret" "secret" .Values.hfToken.existingSecret "keys" (list .Values.hfToken.key)) -}}
+{{- if eq .Values.store.type "external" -}}
+{{- include "headrace.checkSecret" (dict "root" . "name" "store.external.existingSecret" "secret" .Values.store.external.existingSecret "keys" (list .Values.store.external.key)) -}}
+{{- else if eq .Values.store.type "valkey" -}}
+{{- include "headrace.checkSecret" (dict "root" . "name" "store.valkey.existingSecret" "secret" .Values.store.valkey.existingSecret "keys" (list "valkey.conf" "url")) -}}
+{{- end -}}
+{{- if and .Values.tls.enabled (not .Values.tls.certManager.enabled) -}}
+{{- range $service, $secret := .Values.tls.existingSecrets -}}
+{{- include "headrace.checkSecret" (dict "root" $ "name" (printf "tls.existingSecrets.%s" $service) "secret" $secret "keys" (list "tls.crt" "tls.key" "ca.crt")) -}}
+{{- end -}}
+{{- end -}}
+{{- end }}
+
 {{- define "headrace.checks" -}}
 {{- if not (regexMatch "^[a-z]" (include "headrace.fullname" .)) -}}
 {{- fail (printf "the release is called %s: names of Services begin with a letter; set fullnameOverride" .Release.Name) -}}
@@ -100,6 +134,7 @@
 {{- include "headrace.checkTls" . -}}
 {{- include "headrace.checkStore" . -}}
 {{- include "headrace.checkCaches" . -}}
+{{- include "headrace.checkSecrets" . -}}
 {{- if and .Values.hfToken.value .Values.hfToken.existingSecret -}}
 {{- fail "hfToken: give either value or existingSecret" -}}
 {{- end -}}

@@ -22,7 +22,7 @@ such into the environment, which the services read as settings and refuse.
 */}}
 {{- define "headrace.podBase" -}}
 {{- $defaults := .root.Values.podDefaults -}}
-{{- $tolerations := default $defaults.tolerations .values.tolerations -}}
+{{- $tolerations := default (list) (default $defaults.tolerations .values.tolerations) -}}
 {{- with .gpu -}}
 {{- if and (gt (int .count) 0) .tolerateTaint -}}
 {{- $tolerations = append $tolerations (dict "key" .resource "operator" "Exists" "effect" "NoSchedule") -}}
