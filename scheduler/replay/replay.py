@@ -6,7 +6,7 @@ decision again.
 """
 
 from collections import Counter
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from dataclasses import dataclass
 from typing import Any
 
@@ -15,6 +15,7 @@ import numpy as np
 from scheduler.core.plan import (
     Int32Array,
     Pause,
+    StepPlan,
     StepResult,
 )
 from scheduler.core.scheduler import SchedulerCore
@@ -66,6 +67,8 @@ class Replay:
         self._keys: dict[str, int] = {}
         # For each step without a result: its id, its requests' names and rows.
         self._flights: dict[int, tuple[int, list[str], list[int]]] = {}
+        # When the last step was planned; the recording has no time of results.
+        self._now = 0.0
         if "start" in trace:
             self._start(trace["start"])
 
@@ -84,6 +87,14 @@ class Replay:
             self.core.end_step()
             yield expected, self._records.pop()
 
+    def on_plan(self, plan: StepPlan, now: float) -> None:
+        """A step was planned; for those who watch the replay."""
+
+    @property
+    def names(self) -> Iterable[str]:
+        """The requests so far."""
+        return self._keys
+
     def _start(self, start: TraceRecord) -> None:
         """Restore the state of a recording that begins in the middle of a run."""
         names = start["state"]["requests"]
@@ -100,9 +111,9 @@ class Replay:
         self.core.add_request(trace_request(self.trace, name, key), now)
 
     def _schedule(self, step: TraceRecord) -> None:
-        plan = self.core.schedule(
-            step.get("now", 0.0), throttle_prefills=step.get("throttle", False)
-        )
+        self._now = step.get("now", 0.0)
+        plan = self.core.schedule(self._now, throttle_prefills=step.get("throttle", False))
+        self.on_plan(plan, self._now)
         rows = plan.rows.tolist()
         names = [self.core.state.table.request(row).request_id for row in rows]
         self._flights[step["i"]] = (plan.step_id, names, rows)
@@ -118,7 +129,7 @@ class Replay:
                 token_ids=_int32([token for tokens in sampled for token in tokens]),
                 failed_rows=tuple(rows[names.index(name)] for name in failed),
             ),
-            0.0,
+            self._now,
         )
 
     def _drafts(self, drafts: dict[str, list[int]]) -> None:

@@ -9,10 +9,14 @@ from typing import Any
 import click
 import msgspec
 
+from headrace.cli import explaining
+from headrace.messages import to_explanation
 from scheduler.replay.reader import UNPACK_ERRORS, read_traces
 from scheduler.replay.replay import first_difference
+from scheduler.replay.slow import Waits, explanation_of, waits_of
 from scheduler.replay.trace import TraceRecord, trace_config
 from scheduler.replay.what_if import RunOutcome, changed, recorded_outcome, try_settings
+from scheduler.rpc.explain_wire import explain_response
 
 # Errors that well-formed but inconsistent records can raise: unknown names, mismatched lengths,
 # blocks that are held twice, tables too large for memory.
@@ -52,6 +56,32 @@ def try_changes(paths: Sequence[Path], changes: Sequence[str]) -> None:
         for name, trace in read_traces(path):
             with _located(name, trace):
                 _print_outcomes(name, trace, changes)
+
+
+def show_waits(paths: Sequence[Path]) -> None:
+    """Prints where the requests of each trace waited.
+
+    Raises:
+        ValueError: a file holds no trace.
+    """
+    for path in paths:
+        for name, trace in read_traces(path):
+            with _located(name, trace):
+                _print_waits(name, waits_of(trace))
+
+
+def explain(paths: Sequence[Path], request_id: str) -> None:
+    """Prints the history of a request in each trace, as `headrace explain` does.
+
+    Raises:
+        ValueError: a file holds no trace, or no account of the request.
+    """
+    for path in paths:
+        for name, trace in read_traces(path):
+            with _located(name, trace):
+                history = to_explanation(explain_response(explanation_of(trace, request_id)))
+                for line in explaining.lines(history):
+                    click.echo(line)
 
 
 @contextlib.contextmanager
@@ -104,8 +134,34 @@ _ROWS = (
     ("num_cached_tokens", "cached tokens"),
     ("mean_steps_waited", "mean steps waited"),
     ("max_steps_waited", "most steps waited"),
+    ("p99_steps_to_first_token", "p99 steps to 1st token"),
+    ("num_missed", "missed deadlines"),
 )
 assert {field for field, _ in _ROWS} <= set(RunOutcome.__slots__), "a row shows a field"
+
+
+def _print_waits(name: str, waits: Waits) -> None:
+    num_requests, budget = len(waits.requests), max(1, sum(waits.tokens_by_use.values()))
+    uses = ", ".join(f"{use} {n / budget:.0%}" for use, n in waits.tokens_by_use.items())
+    waiting = ", ".join(f"{why.name.lower()} {n:.1f}" for why, n in waits.mean_waiting.items())
+    median_s, p99_s = waits.first_token_s(50), waits.first_token_s(99)
+    click.echo(f"{name}: {num_requests} requests, {waits.num_steps} steps, {waits.run_s:.1f} s")
+    for title, value in (
+        ("missed deadlines", f"{waits.num_missed} ({waits.num_missed / num_requests:.1%})"),
+        ("preemptions", f"{waits.num_preemptions}"),
+        ("time to first token", f"p50 {median_s:.2f} s, p99 {p99_s:.2f} s"),
+        ("token budget", uses),
+        ("waiting, mean", waiting or "none"),
+    ):
+        click.echo(f"  {title:<20}{value}")
+    click.echo("  slowest to their first token, and the largest part of it:")
+    for slow in waits.requests[:_NUM_SLOWEST]:
+        cause = f"{slow.cause.name.lower()} {slow.cause_s:.2f} s"
+        line = f"    {slow.request_id:<20}{slow.first_token_s:>8.2f} s  {cause:<20}"
+        click.echo(f"{line}{slow.status.name.lower()}")
+
+
+_NUM_SLOWEST = 10
 
 
 def _number(value: float) -> str:

@@ -27,7 +27,11 @@ MIN_STEPS = 10_000
 
 @dataclass(frozen=True, slots=True)
 class RunOutcome:
-    """Totals of a run. Steps waited are counted from arrival to the first admission."""
+    """Totals of a run. Steps waited are counted from arrival to the first admission.
+
+    num_missed: requests that ended because their deadlines had passed. Steps to the first token are
+    of the requests that got one.
+    """
 
     num_steps: int
     num_finished: int
@@ -37,6 +41,8 @@ class RunOutcome:
     num_cached_tokens: int
     mean_steps_waited: float
     max_steps_waited: int
+    num_missed: int
+    p99_steps_to_first_token: float
 
 
 def changed(config: SchedulerConfig, changes: Sequence[str]) -> SchedulerConfig:
@@ -87,8 +93,13 @@ def recorded_outcome(trace: TraceRecord) -> RunOutcome:
     for name in _live_at_start(trace):
         sums.arrived(name, trace["start"]["step"])
     num_steps = 0
+    # What ended without a last token and without an abort has missed its deadline.
+    ended: set[str] = set()
+    explained = set(trace.get("start", {}).get("finished_ids", ()))
     for step in trace["steps"]:
         num_steps += 1
+        ended.update(step.get("sched", {}).get("finished_ids", ()))
+        explained.update(step.get("abort", ()), step.get("abort_mid", ()))
         for name in step.get("add", ()):
             sums.arrived(name, step["i"])
         plan = step.get("sched", {})
@@ -99,8 +110,13 @@ def recorded_outcome(trace: TraceRecord) -> RunOutcome:
         sums.num_cached_tokens += sum(plan["hit"][name] for name in plan.get("resumed", ()))
         for output in step.get("update", {}).get("out", ()):
             sums.num_output_tokens += len(output["tokens"])
-            sums.num_finished += "finish" in output
+            if "finish" in output:
+                sums.num_finished += 1
+                explained.add(output["id"])
+            if output["tokens"]:
+                sums.got_token(output["id"], step["i"])
         computed = {name: fields[1] for name, fields in step["state"]["reqs"].items()}
+    sums.num_missed = len(ended - explained)
     return sums.outcome(num_steps)
 
 
@@ -115,6 +131,8 @@ class _Sums:
         self.num_recomputed_tokens = self.num_cached_tokens = 0
         self._arrivals: dict[str, int] = {}
         self._waits: dict[str, int] = {}
+        self._first_tokens: dict[str, int] = {}
+        self.num_missed = 0
 
     def arrived(self, name: str, step: int) -> None:
         self._arrivals[name] = step
@@ -127,8 +145,11 @@ class _Sums:
         self.num_preemptions += 1
         self.num_recomputed_tokens += num_lost
 
+    def got_token(self, name: str, step: int) -> None:
+        self._first_tokens.setdefault(name, step - self._arrivals[name])
+
     def outcome(self, num_steps: int) -> RunOutcome:
-        waits = list(self._waits.values())
+        waits, firsts = list(self._waits.values()), list(self._first_tokens.values())
         return RunOutcome(
             num_steps=num_steps,
             num_finished=self.num_finished,
@@ -138,6 +159,8 @@ class _Sums:
             num_cached_tokens=self.num_cached_tokens,
             mean_steps_waited=sum(waits) / len(waits) if waits else 0.0,
             max_steps_waited=max(waits, default=0),
+            num_missed=self.num_missed,
+            p99_steps_to_first_token=float(np.percentile(firsts, 99)) if firsts else 0.0,
         )
 
 
@@ -218,6 +241,7 @@ class Trial:
         plan = self._core.schedule(
             step.get("now", 0.0), throttle_prefills=step.get("throttle", False)
         )
+        self._sums.num_missed += len(plan.expired)
         for victim in plan.facts.victims:
             self._sums.preempted(victim.num_lost_tokens)
         for admission in plan.admissions:
@@ -250,6 +274,8 @@ class Trial:
         self._sums.num_finished += len(output.finished)
         for key, count in zip(output.keys.tolist(), output.num_new_tokens.tolist(), strict=True):
             self._num_given[self._names[key]] += count
+            if count:
+                self._sums.got_token(self._names[key], self._number)
 
     def _next_tokens(self, name: str, num_drafts: int) -> list[int]:
         self._accepted_credit += num_drafts * self._acceptance
