@@ -57,6 +57,16 @@ class StageClock:
         self._since = now
 
 
+def parts(spent_s: SpentBy) -> list[tuple[str, str, float]]:
+    """Name, cause and seconds of all that took any time: first the waits, by their causes."""
+    waits = [cause for cause in (*WaitReason, Stage.NEXT_STEP) if spent_s.get(cause)]
+    stages = [stage for stage in Stage if stage is not Stage.NEXT_STEP and spent_s.get(stage)]
+    return [
+        *(("WAIT", cause.name, spent_s[cause]) for cause in waits),
+        *((stage.value, "", spent_s[stage]) for stage in stages),
+    ]
+
+
 def total(one: SpentBy, other: SpentBy) -> SpentBy:
     """The sums by stage."""
     return {stage: one.get(stage, 0.0) + other.get(stage, 0.0) for stage in {**one, **other}}

@@ -10,13 +10,11 @@ import click
 import msgspec
 
 from headrace.cli import explaining
-from headrace.messages import to_explanation
 from scheduler.replay.reader import UNPACK_ERRORS, read_traces
 from scheduler.replay.replay import first_difference
-from scheduler.replay.slow import Waits, explanation_of, waits_of
+from scheduler.replay.slow import Waits, history_of, waits_of
 from scheduler.replay.trace import TraceRecord, trace_config
 from scheduler.replay.what_if import RunOutcome, changed, recorded_outcome, try_settings
-from scheduler.rpc.explain_wire import explain_response
 
 # Errors that well-formed but inconsistent records can raise: unknown names, mismatched lengths,
 # blocks that are held twice, tables too large for memory.
@@ -79,8 +77,7 @@ def explain(paths: Sequence[Path], request_id: str) -> None:
     for path in paths:
         for name, trace in read_traces(path):
             with _located(name, trace):
-                history = to_explanation(explain_response(explanation_of(trace, request_id)))
-                for line in explaining.lines(history):
+                for line in explaining.lines(history_of(trace, request_id)):
                     click.echo(line)
 
 

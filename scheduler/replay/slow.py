@@ -9,9 +9,10 @@ from dataclasses import dataclass
 
 import numpy as np
 
+from headrace.types import ExplainEvent, RequestHistory, StageTime
 from scheduler.core.explain import RequestExplanation
 from scheduler.core.plan import RequestStatus, StepPlan, WaitReason
-from scheduler.core.time_spent import Stage
+from scheduler.core.time_spent import Stage, parts
 from scheduler.metrics import WorkerMeter
 from scheduler.replay.replay import Replay
 from scheduler.replay.trace import TraceRecord
@@ -90,8 +91,8 @@ def waits_of(trace: TraceRecord) -> Waits:
     )
 
 
-def explanation_of(trace: TraceRecord, request_id: str) -> RequestExplanation:
-    """The core's account of one request at the end of a trace.
+def history_of(trace: TraceRecord, request_id: str) -> RequestHistory:
+    """The core's account of one request at the end of a trace, as a client has it.
 
     Raises:
         ValueError: the trace has no such request, or too many that ended later.
@@ -102,7 +103,32 @@ def explanation_of(trace: TraceRecord, request_id: str) -> RequestExplanation:
     found = replay.core.explain(request_id)
     if found is None:
         raise ValueError(f"there is no account of a request {request_id!r}")
-    return found
+    return RequestHistory(
+        request_id=found.request_id,
+        events=tuple(
+            ExplainEvent(
+                first_step=event.first_step,
+                last_step=event.last_step,
+                kind=event.kind.value,
+                detail=event.detail,
+                num_tokens=event.num_tokens,
+                queue_position=event.queue_position,
+                time_unix_s=event.time,
+                duration_s=event.duration_s,
+            )
+            for event in found.events
+        ),
+        steps_waited_by_cause={why.name: n for why, n in found.steps_waited_by_cause.items()},
+        recomputed_tokens=found.num_recomputed_tokens,
+        cached_tokens=found.num_cached_tokens,
+        num_preemptions=found.num_preemptions,
+        breakdown=tuple(
+            StageTime(stage=stage, cause=cause, seconds=seconds)
+            for stage, cause, seconds in parts(found.spent_s)
+        ),
+        total_s=sum(found.spent_s.values()),
+        begin_time_unix_s=found.began,
+    )
 
 
 def _slow(explained: RequestExplanation) -> Slow:

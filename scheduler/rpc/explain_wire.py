@@ -4,12 +4,10 @@ from collections.abc import Sequence
 
 from headrace.v1 import inference_pb2
 from scheduler.core.explain import EventKind, HistoryEvent, RequestExplanation
-from scheduler.core.plan import WaitReason
-from scheduler.core.time_spent import SpentBy, Stage
+from scheduler.core.time_spent import SpentBy, parts
 from scheduler.past import MAX_EVENTS
 
 _MAX_DETAIL_CHARS = 500
-_STAGES = [stage for stage in Stage if stage is not Stage.NEXT_STEP]
 _KINDS = {kind.value: kind for kind in EventKind}
 
 
@@ -66,14 +64,7 @@ def explain_response(explanation: RequestExplanation) -> inference_pb2.ExplainRe
 
 
 def _breakdown(spent_s: SpentBy) -> list[inference_pb2.StageTime]:
-    """The stages that took any time, waits first."""
-    waits = [cause for cause in (*WaitReason, Stage.NEXT_STEP) if spent_s.get(cause)]
-    stages = [stage for stage in _STAGES if spent_s.get(stage)]
     return [
-        *(_stage_time("WAIT", spent_s[cause], cause.name) for cause in waits),
-        *(_stage_time(stage.value, spent_s[stage]) for stage in stages),
+        inference_pb2.StageTime(stage=stage, cause=cause, seconds=seconds)
+        for stage, cause, seconds in parts(spent_s)
     ]
-
-
-def _stage_time(stage: str, seconds: float, cause: str = "") -> inference_pb2.StageTime:
-    return inference_pb2.StageTime(stage=stage, cause=cause, seconds=seconds)
