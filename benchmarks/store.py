@@ -3,10 +3,9 @@
 First the writer alone: the processor time of a writer and of the server for each 1,000 pieces of
 journals. Then 64 streams through all services: two stacks that differ in nothing but the store run
 side by side and take turns, so that both see the same machine. No model runs: the worker answers at
-once (the control plane is the limit, the hardest case), or every 20 ms. `ratio` is the rate of a
-turn with the store over the rate of the turn without it, the median over the turns. CPU times
+once (the control plane is the limit, the hardest case), or every 20 ms. CPU times
 compare better than rates, because load on the machine lowers rates much more than it raises CPU
-times.
+times (see `turns`).
 """
 
 import asyncio

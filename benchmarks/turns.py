@@ -1,13 +1,23 @@
-"""Compares two stacks that run side by side and take turns, so that both see the same machine."""
+"""Compares two stacks that run side by side and take turns, so that both see the same machine.
+
+A turn is short, and is compared with the other stack's turn beside it: what else runs on the
+machine changes slowly against that, and falls out of the comparison. Which stack comes first
+changes from pair to pair. The processor time of a stack is that of its pair's whole time, so that what a
+stack does while the other has its turn (an export, a scrape) counts, too.
+"""
 
 import asyncio
+import math
 import statistics
-from collections.abc import Mapping
+import time
+from collections.abc import Mapping, Sequence
 from typing import Any
 
 from benchmarks.deployment import Deployment, request
 
 _NUM_CLIENTS = 64
+# The processes whose processor time a token costs; the worker is none of ours, and runs no model.
+_SERVICES = ("router", "scheduler")
 
 Result = dict[str, Any]
 
@@ -21,36 +31,73 @@ async def take_turns(stacks: Mapping[str, Deployment], num_tokens: int, num_turn
         num_turns: of each stack.
 
     Returns:
-        Medians over the turns; `ratio` is the second stack's rate over the first one's in a turn.
+        Medians over the pairs of turns. A list is a median and its 95 % interval, of what each pair
+        gives: of the second stack's rate or processor time over the first one's, and of the
+        difference in microseconds of processor time a token, of router and scheduler together.
     """
-    turns: dict[str, list[Result]] = {name: [] for name in stacks}
+    pairs = []
     for number in range(num_turns + 1):
-        for name in sorted(turns, reverse=bool(number % 2)):
-            result = await _turn(stacks[name], num_tokens)
-            if number:  # the first turn warms up
-                turns[name].append(result)
-    without, with_it = [[r["tokens_per_s"] for r in results] for results in turns.values()]
-    ratios = [a / b for a, b in zip(with_it, without, strict=True)]
+        pair = await _pair(stacks, num_tokens, is_reversed=bool(number % 2))
+        if number:  # the first pair warms up
+            pairs.append(pair)
+    without, with_it = (_columns(pairs, name) for name in stacks)
+    services = list(zip(with_it["services"], without["services"], strict=True))
+    rates = list(zip(with_it["tokens_per_s"], without["tokens_per_s"], strict=True))
     return {
         "turns": num_turns,
-        "ratio": round(statistics.median(ratios), 3),
+        "rate_ratio": median_of([a / b for a, b in rates]),
+        "cpu_ratio": median_of([a / b for a, b in services]),
+        "cpu_us_more": median_of([a - b for a, b in services]),
         "tokens_per_s": {
-            name: statistics.median(r["tokens_per_s"] for r in results)
-            for name, results in turns.items()
+            name: statistics.median(_columns(pairs, name)["tokens_per_s"]) for name in stacks
         },
         **{
             f"cpu_us, {name}": {
-                process: statistics.median(r["cpu_us_per_token"][process] for r in results)
-                for process in results[0]["cpu_us_per_token"]
+                process: round(statistics.median(found), 1)
+                for process, found in _columns(pairs, name).items()
+                if process not in {"tokens_per_s", "services"}
             }
-            for name, results in turns.items()
+            for name in stacks
         },
     }
 
 
+def _columns(pairs: Sequence[Result], name: str) -> dict[str, list[float]]:
+    """Of one stack, in each pair: the rate, and microseconds a token of each process."""
+    turns = [pair[name] for pair in pairs]
+    return {
+        "tokens_per_s": [turn["tokens_per_s"] for turn in turns],
+        "services": [sum(turn["cpu_us"][s] for s in _SERVICES) for turn in turns],
+        **{process: [turn["cpu_us"][process] for turn in turns] for process in turns[0]["cpu_us"]},
+    }
+
+
+def median_of(values: Sequence[float]) -> list[float]:
+    """The median and its 95 % interval, which presumes nothing of the distribution."""
+    ordered, num = sorted(values), len(values)
+    reach = 0.98 * math.sqrt(num)
+    least, most = math.floor(num / 2 - reach), math.ceil(num / 2 + reach)
+    found = statistics.median(ordered), ordered[max(0, least)], ordered[min(num - 1, most)]
+    return [round(value, 3) for value in found]
+
+
+async def _pair(stacks: Mapping[str, Deployment], num_tokens: int, *, is_reversed: bool) -> Result:
+    """A turn of each stack, one after the other."""
+    before = {name: stack.cpu_s() for name, stack in stacks.items()}
+    turns = {}
+    for name in sorted(stacks, reverse=is_reversed):
+        turns[name] = await _turn(stacks[name], num_tokens)
+    for name, stack in stacks.items():
+        turns[name]["cpu_us"] = {
+            process: (cpu_s - before[name][process]) / turns[name]["tokens"] * 1e6
+            for process, cpu_s in stack.cpu_s().items()
+            if process != "client"  # which is that of both stacks
+        }
+    return turns
+
+
 async def _turn(ours: Deployment, num_tokens: int) -> Result:
     """64 clients that each read one stream."""
-    result: Result = {}
     num_got = 0
 
     async def one(stub: Any) -> None:
@@ -58,7 +105,6 @@ async def _turn(ours: Deployment, num_tokens: int) -> Result:
         async for message in stub.Generate(request(num_tokens)):
             num_got += sum(len(output.token_ids) for output in message.outputs)
 
-    with ours.measured(result, "token", lambda: num_got):
-        stubs = ours.stubs
-        await asyncio.gather(*(one(stubs[n % len(stubs)]) for n in range(_NUM_CLIENTS)))
-    return result
+    began, stubs = time.perf_counter(), ours.stubs
+    await asyncio.gather(*(one(stubs[n % len(stubs)]) for n in range(_NUM_CLIENTS)))
+    return {"tokens": num_got, "tokens_per_s": round(num_got / (time.perf_counter() - began))}

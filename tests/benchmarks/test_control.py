@@ -51,4 +51,7 @@ async def test_turns_with_and_without_a_store_have_the_same_tokens():
     assert result["turns"] == 1
     assert result["tokens_per_s"].keys() == {"no store", "store"}
     assert "store" in result["cpu_us, store"]
+    for name in ("rate_ratio", "cpu_ratio"):
+        median, least, most = result[name]
+        assert 0 < least <= median <= most
     assert "store" not in result["cpu_us, no store"]
