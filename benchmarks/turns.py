@@ -2,8 +2,8 @@
 
 A turn is short, and is compared with the other stack's turn beside it: what else runs on the
 machine changes slowly against that, and falls out of the comparison. Which stack comes first
-changes from pair to pair. The processor time of a stack is that of its pair's whole time, so that what a
-stack does while the other has its turn (an export, a scrape) counts, too.
+changes from pair to pair. The processor time of a stack is that of its pair's whole time, so that
+what a stack does while the other has its turn (an export, a scrape) counts, too.
 """
 
 import asyncio
