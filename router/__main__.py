@@ -21,6 +21,7 @@ from headrace.service import config, telemetry
 from headrace.service.admin import AdminConfig
 from headrace.service.channels import ChannelConfig, open_channel
 from headrace.service.discovery import DiscoveryConfig, open_source
+from headrace.service.keys import watch_keys
 from headrace.service.model_files import ModelFilesError, resolve
 from headrace.service.monitoring import publish_metrics
 from headrace.service.peers import PeerSource
@@ -46,6 +47,7 @@ from router.recovery import Recovery
 from router.router import Router
 from router.rpc import stored_spec
 from router.rpc.access import FULL_NAME, TENANT_METHODS
+from router.rpc.console import Console
 from router.rpc.inference import InferenceService, Services
 from router.rpc.model_defaults import ModelDefaults, read_defaults
 from router.rpc.scheduler_client import SchedulerClient
@@ -154,7 +156,8 @@ async def serve(
         server = GrpcServer(
             serving, [FULL_NAME], traces.server_interceptors, tenant_methods=TENANT_METHODS
         )
-        InferenceService(services).add_to(server.server)
+        inference = InferenceService(services)
+        inference.add_to(server.server)
         keep_for_good()
         stop = stop_asked()
         write_address(process, await server.start())
@@ -164,6 +167,7 @@ async def serve(
             admin=admin,
             otlp_endpoint=process.otlp_endpoint,
             is_ready=server.is_serving,
+            site=Console(inference, watch_keys(serving.auth_token_file, serving.api_keys_file)),
         )
         async with publishing, asyncio.TaskGroup() as tasks:
             background = [

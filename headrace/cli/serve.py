@@ -255,7 +255,9 @@ async def _serve(config: "LocalConfig", steps: ProgressSteps, caller_options: st
 
 def _welcome(model: str, pool: "LocalPool", caller_options: str) -> str:
     address = pool.address
-    admin = f"Metrics and probes: {pool.admin_url}/metrics\n" if pool.admin_url else ""
+    admin = ""
+    if pool.admin_url:
+        admin = f"Console: {pool.admin_url}  (metrics: {pool.admin_url}/metrics)\n"
     server = "" if address == "127.0.0.1:8700" else f" --server {address}"
     server += caller_options
     return (

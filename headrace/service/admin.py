@@ -1,4 +1,4 @@
-"""The admin port: /metrics for Prometheus, /healthz and /readyz for probes, over HTTP.
+"""The admin port: /metrics for Prometheus, /healthz and /readyz for probes, over HTTP; and a site.
 
 Off unless an address is given. On the loopback interface the port is open to the machine's users;
 on any other it wants a token for everything but the two probes, unless the settings say that
@@ -10,13 +10,14 @@ import hmac
 import ipaddress
 import os
 import ssl
-from collections.abc import Callable
+from collections.abc import Callable, Collection
 from pathlib import Path
-from typing import TYPE_CHECKING, Annotated, Any
+from typing import TYPE_CHECKING, Annotated, Any, Protocol
 
 import msgspec
 
 from headrace.service.config import ConfigError, help_text
+from headrace.service.keys import KeyRing
 from headrace.service.metrics import Source
 from headrace.service.tls import read_pair, read_tokens
 from headrace.service.watched import Watched
@@ -25,6 +26,7 @@ if TYPE_CHECKING:
     from aiohttp import web
 
 _OPEN_PATHS = frozenset({"/healthz", "/readyz"})
+_SHARED_PATHS = _OPEN_PATHS | {"/metrics"}
 _STOP_S = 1.0
 
 
@@ -34,15 +36,15 @@ class AdminConfig(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
     listen: Annotated[
         str,
         help_text(
-            "host:port of the admin port, which serves /metrics, /healthz and /readyz over HTTP;"
-            " empty: none."
+            "host:port of the admin port, which serves /metrics, /healthz and /readyz over HTTP,"
+            " and a router's console; empty: none."
         ),
     ] = ""
     auth_token_file: Annotated[
         str,
         help_text(
             "File with a token that callers must send as `authorization: Bearer`, but for /healthz"
-            " and /readyz. Needed where other machines reach the port."
+            " and /readyz; the console asks for it. Needed where other machines reach the port."
         ),
     ] = ""
     metrics_token_file: Annotated[
@@ -63,10 +65,31 @@ class AdminConfig(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
     )
 
 
+class Site(Protocol):
+    """More pages of the port, for people."""
+
+    @property
+    def open_paths(self) -> Collection[str]:
+        """What everybody may read: files that are the same on every machine."""
+
+    @property
+    def keys(self) -> Watched[KeyRing] | None:
+        """The keys whose administrators may read the other pages; None: no key is needed."""
+
+    def add_to(self, app: "web.Application") -> None:
+        """Add the pages."""
+
+
 class AdminServer:
     """Serves the admin port on the event loop; `start` and `stop` once each."""
 
-    def __init__(self, config: AdminConfig, source: Source, is_ready: Callable[[], bool]) -> None:
+    def __init__(
+        self,
+        config: AdminConfig,
+        source: Source,
+        is_ready: Callable[[], bool],
+        site: Site | None = None,
+    ) -> None:
         """source is read at each scrape; is_ready: what /readyz says.
 
         Raises:
@@ -75,6 +98,8 @@ class AdminServer:
         self._config = config
         self._source = source
         self._is_ready = is_ready
+        self._site = site
+        self._open_paths = _OPEN_PATHS.union(site.open_paths if site is not None else ())
         self._host, self._port = _split(config.listen)
         self._is_local = _is_loopback(self._host)
         has_token = bool(config.auth_token_file or config.metrics_token_file)
@@ -101,6 +126,8 @@ class AdminServer:
         app.router.add_get("/metrics", self._metrics)
         app.router.add_get("/healthz", self._healthz)
         app.router.add_get("/readyz", self._readyz)
+        if self._site is not None:
+            self._site.add_to(app)
         self._runner = web.AppRunner(app, access_log=None, shutdown_timeout=_STOP_S)
         await self._runner.setup()
         site = web.TCPSite(self._runner, self._host, self._port, ssl_context=self._tls)
@@ -132,8 +159,8 @@ class AdminServer:
         """Refuses callers without the token, and pages of other sites in a local browser."""
         from aiohttp import web
 
-        if request.path not in _OPEN_PATHS:
-            if not self._has_token(request):
+        if request.path not in self._open_paths:
+            if not self._may_read(request):
                 raise web.HTTPUnauthorized(
                     text="send `authorization: Bearer TOKEN` with this port's token\n",
                     headers={"www-authenticate": "Bearer"},
@@ -142,8 +169,21 @@ class AdminServer:
                 # A foreign name that was made to point here: the page's script must read nothing.
                 raise web.HTTPForbidden(text="call this port by its address, or as localhost\n")
         answer: web.StreamResponse = await handler(request)
-        answer.headers["cache-control"] = "no-store"
+        if not answer.prepared:
+            answer.headers["cache-control"] = "no-store"
         return answer
+
+    def _may_read(self, request: "web.Request") -> bool:
+        """Whether the port's token opens a page, or of the site a key of the public port."""
+        keys = None if self._site is None else self._site.keys
+        if keys is None or request.path in _SHARED_PATHS:
+            return self._has_token(request)
+        scheme, _, secret = request.headers.get("authorization", "").partition(" ")
+        found = keys.get().find(secret.encode()) if scheme == "Bearer" else None
+        if found is not None:
+            who, key = found
+            return who.is_admin and not (key is not None and key.is_expired())
+        return self._tokens is not None and self._has_token(request)
 
     def _has_token(self, request: "web.Request") -> bool:
         if self._tokens is None and self._metrics_tokens is None:

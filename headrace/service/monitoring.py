@@ -9,7 +9,7 @@ from collections.abc import AsyncIterator, Callable
 from typing import TYPE_CHECKING, Any
 
 from headrace.service import telemetry
-from headrace.service.admin import AdminConfig, AdminServer
+from headrace.service.admin import AdminConfig, AdminServer, Site
 from headrace.service.metrics import Source
 
 if TYPE_CHECKING:
@@ -29,6 +29,7 @@ async def publish_metrics(
     admin: AdminConfig,
     otlp_endpoint: str,
     is_ready: Callable[[], bool],
+    site: Site | None = None,
 ) -> AsyncIterator[None]:
     """Publish metrics inside the block, where settings ask for it; else this does nothing.
 
@@ -38,12 +39,13 @@ async def publish_metrics(
         admin: settings of the admin port.
         otlp_endpoint: as in `telemetry.setup`.
         is_ready: what /readyz says.
+        site: more pages of the admin port.
 
     Raises:
         ConfigError: a setting is wrong.
     """
     endpoint = telemetry.endpoint_for("METRICS", otlp_endpoint)
-    server = AdminServer(admin, source, is_ready) if admin.listen else None
+    server = AdminServer(admin, source, is_ready, site) if admin.listen else None
     async with contextlib.AsyncExitStack() as stack:
         if server is not None:
             stack.push_async_callback(server.stop)

@@ -1,0 +1,163 @@
+// The steps that the page holds: a ring for each worker, in columns, so that thousands of updates
+// leave no garbage behind.
+
+export const COLUMNS = [
+  "position", "step_id", "start_time_unix_s", "duration_s", "gap_s", "prefill_tokens", "decode_tokens",
+  "speculative_tokens", "idle_tokens", "generated_tokens", "num_requests", "num_running", "num_preemptions",
+  "kv_blocks_held", "kv_blocks_cached", "kv_blocks_empty", "num_waiting",
+];
+export const USES = ["prefill", "decode", "speculative", "idle"];
+export const OWNERS = ["held", "cached", "empty"];
+// Over all workers: 22 MB of columns.
+const MAX_STEPS = 160_000;
+const MAX_OF_WORKER = 20_000;
+
+class Ring {
+  constructor() {
+    this.capacity = 256;
+    this.size = 0;
+    this.head = 0; // where the next step goes
+    this.columns = COLUMNS.map(() => new Float64Array(this.capacity));
+    this.reasons = new Array(this.capacity).fill(null);
+  }
+
+  // The i-th oldest step's value.
+  at(column, i) {
+    return this.columns[column][(this.head - this.size + i + this.capacity) % this.capacity];
+  }
+
+  reasonsAt(i) {
+    return this.reasons[(this.head - this.size + i + this.capacity) % this.capacity] ?? {};
+  }
+
+  // When the i-th oldest step ended, seconds since the epoch.
+  end(i) {
+    return this.at(0, i) / 1e6;
+  }
+
+  // How many steps ended at or before a time.
+  countUntil(time) {
+    let low = 0, high = this.size;
+    while (low < high) {
+      const middle = (low + high) >> 1;
+      if (this.end(middle) <= time) low = middle + 1;
+      else high = middle;
+    }
+    return low;
+  }
+
+  step(i) {
+    const step = {};
+    COLUMNS.forEach((name, column) => { step[name] = this.at(column, i); });
+    step.num_waiting_by_reason = this.reasonsAt(i);
+    return step;
+  }
+
+  push(values, reasons, limit) {
+    if (this.size === this.capacity && this.capacity < limit) this.#resize(Math.min(2 * this.capacity, limit));
+    if (this.capacity > limit) this.#resize(limit);
+    for (let column = 0; column < COLUMNS.length; column++) this.columns[column][this.head] = values[column];
+    this.reasons[this.head] = reasons;
+    this.head = (this.head + 1) % this.capacity;
+    this.size = Math.min(this.size + 1, this.capacity);
+  }
+
+  #resize(capacity) {
+    const kept = Math.min(this.size, capacity), skipped = this.size - kept;
+    const columns = COLUMNS.map((_, column) => {
+      const values = new Float64Array(capacity);
+      for (let i = 0; i < kept; i++) values[i] = this.at(column, skipped + i);
+      return values;
+    });
+    const reasons = new Array(capacity).fill(null);
+    for (let i = 0; i < kept; i++) reasons[i] = this.reasons[(this.head - kept + i + this.capacity) % this.capacity];
+    Object.assign(this, { capacity, columns, reasons, size: kept, head: kept % capacity });
+  }
+}
+
+export class Store {
+  constructor() {
+    this.rings = new Map();
+  }
+
+  add(worker, values, reasons) {
+    let ring = this.rings.get(worker);
+    if (!ring) this.rings.set(worker, ring = new Ring());
+    // A step that the page has already is one of a stream that began again.
+    if (ring.size && values[0] <= ring.at(0, ring.size - 1)) return;
+    const limit = Math.max(64, Math.min(MAX_OF_WORKER, Math.floor(MAX_STEPS / this.rings.size)));
+    ring.push(values, reasons, limit);
+  }
+
+  // The last position of each worker, to go on from.
+  positions() {
+    const after = {};
+    for (const [worker, ring] of this.rings) if (ring.size) after[worker] = ring.at(0, ring.size - 1);
+    return after;
+  }
+
+  ringsOf(worker) {
+    if (!worker) return [...this.rings];
+    const ring = this.rings.get(worker);
+    return ring ? [[worker, ring]] : [];
+  }
+
+  // First and last time, or null.
+  span() {
+    let first = Infinity, last = -Infinity;
+    for (const ring of this.rings.values()) {
+      if (!ring.size) continue;
+      first = Math.min(first, ring.end(0) - ring.at(3, 0));
+      last = Math.max(last, ring.end(ring.size - 1));
+    }
+    return first <= last ? [first, last] : null;
+  }
+
+  // Sums of the steps that ended in each of `num` parts of (begin, end].
+  bins(worker, begin, end, num) {
+    const width = (end - begin) / num, sum = () => new Float64Array(num);
+    const found = { num, begin, end, steps: sum(), uses: USES.map(sum), gap: sum(), duration: sum(), generated: sum(), preemptions: sum(), owners: OWNERS.map(sum), total: 0 };
+    for (const [, ring] of this.ringsOf(worker)) {
+      let i = ring.countUntil(begin), bin = 0;
+      const last = ring.countUntil(end);
+      // Blocks stay as they were until the next step says otherwise.
+      let blocks = i ? i - 1 : -1;
+      for (; bin < num; bin++) {
+        const edge = bin === num - 1 ? end : begin + (bin + 1) * width;
+        for (; i < last && ring.end(i) <= edge; i++) {
+          found.steps[bin]++; found.total++;
+          for (let use = 0; use < 4; use++) found.uses[use][bin] += ring.at(5 + use, i);
+          found.gap[bin] += ring.at(4, i); found.duration[bin] += ring.at(3, i);
+          found.generated[bin] += ring.at(9, i); found.preemptions[bin] += ring.at(12, i);
+          blocks = i;
+        }
+        if (blocks >= 0) for (let owner = 0; owner < 3; owner++) found.owners[owner][bin] += ring.at(13 + owner, blocks);
+      }
+    }
+    return found;
+  }
+
+  // The step of a worker (or of all) that ended last at or before a time.
+  stepAt(worker, time) {
+    let best = null;
+    for (const [name, ring] of this.ringsOf(worker)) {
+      const i = ring.countUntil(time) - 1;
+      if (i >= 0 && (!best || ring.end(i) > best.ring.end(best.i))) best = { worker: name, ring, i };
+    }
+    return best;
+  }
+
+  // The step `by` places after a step, in the order of their ends.
+  next(worker, time, by) {
+    if (by < 0) {
+      const before = this.stepAt(worker, time - 1e-6);
+      return before;
+    }
+    let best = null;
+    for (const [name, ring] of this.ringsOf(worker)) {
+      const i = ring.countUntil(time);
+      if (i < ring.size && (!best || ring.end(i) < best.ring.end(best.i))) best = { worker: name, ring, i };
+    }
+    return best;
+  }
+}
