@@ -1,18 +1,20 @@
 """`make bench-telemetry`: what metrics and traces cost.
 
 First counting alone, which is always on: the time of all the counting of one step and of one
-request. Then 64 streams through all services: two stacks that differ in nothing but telemetry run
-side by side and take turns of less than a second (see `turns`). One exports nothing. Router and
-scheduler of the other are scraped every 5 s, and send their metrics every 10 s and a tenth of the
-traces to a collector. Processor time compares better than rates, because load on the machine lowers
-rates much more than it raises processor time: on a machine with other work, read `cpu_ratio` (of
-which at most 1.02 is to come) and `cpu_us_more` (at most 3).
+value; and the spans of a sampled request in the scheduler. Then 64 streams through all services:
+two stacks that differ in nothing but telemetry run side by side and take turns of less than a
+second (see `turns`). One exports nothing. Router and scheduler of the other are scraped every 5
+s, and send their metrics every 10 s and a tenth of the traces to a collector. Processor time
+compares better than rates, because load on the machine lowers rates much more than it raises
+processor time: on a machine with other work, read `cpu_ratio` (of which at most 1.02 is to come)
+and `cpu_us_more` (at most 3).
 """
 
 import asyncio
 import contextlib
 import json
 import os
+import tempfile
 import time
 from collections.abc import Callable
 from pathlib import Path
@@ -23,14 +25,23 @@ import numpy as np
 import uvloop
 
 from benchmarks.control import shown
-from benchmarks.deployment import deployment
+from benchmarks.deployment import Deployment, deployment
 from benchmarks.turns import take_turns
+from headrace.service import telemetry
 from headrace.service.metrics import Recorder
 from router.metrics import DURATION
-from scheduler.core.plan import NO_FACTS, SchedulerConfig, StepPlan
+from scheduler.core.plan import (
+    NO_FACTS,
+    FinishedRequest,
+    RequestStatus,
+    SchedulerConfig,
+    StepPlan,
+)
 from scheduler.core.scheduler import SchedulerCore
 from scheduler.in_flight import InFlight
 from scheduler.metrics import WorkerMeter
+from scheduler.requests import LiveRequest, Submission
+from scheduler.traces import RequestTraces
 from scheduler.updates import NO_DRAFTS
 
 _NUM_STREAMS = 64
@@ -73,12 +84,51 @@ def counting() -> Result:
     }
 
 
-def _us_each(work: Callable[[], None]) -> float:
+def tracing() -> Result:
+    """CPU microseconds of a request's spans in the scheduler, with a step of 64 that has a span.
+
+    The exporter's thread counts, too; a collector gets what is exported.
+    """
+    traceparent = f"00-{'a' * 32}-{'b' * 16}-01"
+    submission = Submission(
+        handle=0,
+        request_id="request 0",
+        prompt_token_ids=np.zeros(4, dtype=np.int32),
+        max_tokens=1,
+        sampling=None,
+        traceparent=traceparent,
+    )
+    owner: Any = None
+    request = LiveRequest(0, 1, submission, owner, submission.generated_token_ids)
+    facts = FinishedRequest(0, "request 0", RequestStatus.LENGTH_CAPPED, None, 0)
+    spans, plan, keys = RequestTraces(), _plan(), np.arange(_NUM_STREAMS)
+
+    def one() -> None:
+        spans.submitted(request, "worker")
+        spans.admitted(request, 0, "worker", 1)
+        step = spans.begin_step(plan, keys, [request])
+        assert step is not None, "a step that admits a traced request has a span"
+        step.end()
+        spans.finished(request, facts, "", 100)
+
+    with tempfile.TemporaryDirectory() as folder:
+        collector = Deployment(Path(folder))
+        address = collector.start("benchmarks.collector")
+        exporting = telemetry.setup("benchmark", f"http://{address}")
+        try:
+            us_per_request = _us_each(one, 2_000)
+        finally:
+            exporting.shutdown()
+            asyncio.run(collector.stop())
+    return {"us_per_sampled_request": round(us_per_request), "spans_of_each": 4}
+
+
+def _us_each(work: Callable[[], None], num_times: int = _NUM_TIMED) -> float:
     work()
     began = time.process_time()
-    for _ in range(_NUM_TIMED):
+    for _ in range(num_times):
         work()
-    return (time.process_time() - began) / _NUM_TIMED * 1e6
+    return (time.process_time() - began) / num_times * 1e6
 
 
 def _plan() -> StepPlan:
@@ -115,8 +165,10 @@ async def compare(step_ms: float, num_tokens: int, num_turns: int) -> Result:
 
 async def run(num_turns: int) -> Result:
     """Runs every measurement and prints each result at once."""
-    results: Result = {"counting": counting()}
-    click.echo(shown("counting", results["counting"]))
+    results: Result = {}
+    for title, measure in (("counting", counting), ("tracing", tracing)):
+        results[title] = await asyncio.to_thread(measure)
+        click.echo(shown(title, results[title]))
     for title, step_ms, num_tokens in (
         ("64 streams, steps at once", 0.0, 100),
         ("64 streams, a step every 20 ms", 20.0, 25),

@@ -9,6 +9,7 @@ from dataclasses import dataclass
 from typing import Any
 
 from gpuworker import metrics as gpuworker
+from headrace.service import call_metrics as calls
 from headrace.service.exposition import prometheus_name
 from headrace.service.metrics import Metric
 from headrace.status import metrics as store
@@ -65,6 +66,12 @@ ROWS: dict[str, Sequence[Panel]] = {
         Panel("Request duration", _percentiles(router.DURATION), "s"),
         Panel("Requests ended", [(_rate(router.ENDED, "reason"), "{{reason}}")], "reqps", True),
         Panel("Requests refused", [(_rate(router.REFUSED, "reason"), "{{reason}}")], "reqps", True),
+        Panel(
+            "Calls refused unread",
+            [(_rate(calls.REFUSED, "job, reason"), "{{job}}, {{reason}}")],
+            "reqps",
+            True,
+        ),
         Panel(
             "Tokens",
             [

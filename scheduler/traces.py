@@ -51,8 +51,7 @@ class _Traced:
         """End the stage, for the reason `end`, and begin another one."""
         self.stage.set_attribute(END, end)
         self.stage.end()
-        above = telemetry.traceparent_of(self.schedule)
-        self.stage = telemetry.begin_span(name, above, attributes)
+        self.stage = telemetry.begin_span(name, self.schedule, attributes)
         self.is_running, self.reason = name == RESIDENCY, None
 
 
@@ -84,7 +83,7 @@ class RequestTraces:
                 "headrace.epoch": submission.epoch,
             },
         )
-        wait = telemetry.begin_span(WAIT, telemetry.traceparent_of(schedule))
+        wait = telemetry.begin_span(WAIT, schedule)
         self._open[request.key] = _Traced(schedule, wait)
 
     def waited(self, passed_over: Sequence[PassedOver]) -> None:
@@ -185,14 +184,14 @@ class RequestTraces:
         (_, first), *others = found
         span = telemetry.begin_span(
             "step",
-            telemetry.traceparent_of(first.stage),
+            first.stage,
             {
                 STEP_ID: plan.step_id,
                 NUM_REQS: plan.num_reqs,
                 NUM_TOKENS: int(plan.num_scheduled_tokens.sum()),
                 SAMPLED_BECAUSE: because,
             },
-            links=[telemetry.traceparent_of(other.stage) for _, other in others],
+            links=[other.stage for _, other in others],
         )
         for _, other in others:
             telemetry.link(other.stage, span)

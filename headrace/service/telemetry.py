@@ -158,30 +158,36 @@ def resource_of(service_name: str) -> "Resource":
 
 def begin_span(
     name: str,
-    traceparent: str | None = None,
+    parent: str | Span | None = None,
     attributes: Attributes | None = None,
     *,
     kind: SpanKind = SpanKind.INTERNAL,
-    links: Sequence[str] = (),
+    links: Sequence[str | Span] = (),
 ) -> Span:
     """Starts a span that is not made current; the caller ends it. For work with no single task.
 
     Args:
         name: the kind of work, of few distinct values.
-        traceparent: the parent, from another process or request. None: the current span of this
-            task, or the start of a trace. "" or malformed: the start of a trace.
+        parent: a span of this process, or a traceparent from another process or request. None: the
+            current span of this task, or the start of a trace. "" or malformed: the start of one.
         attributes: those known now.
         kind: OpenTelemetry's kind of span.
-        links: traceparents of other requests that this work also serves.
+        links: other requests that this work also serves, as parent.
     """
-    parent = current_span() if traceparent is None else parse_traceparent(traceparent)
-    above = trace.INVALID_SPAN_CONTEXT if parent is None else parent.get_span_context()
+    above = current_span().get_span_context() if parent is None else _context_of(parent)
     if _tracer is None or (above.is_valid and not above.trace_flags.sampled):
         # Not the parent itself, which may be a span of the application: the caller ends this one.
         return trace.NonRecordingSpan(above)
-    context = trace.set_span_in_context(parent or trace.INVALID_SPAN)
-    linked = [Link(s.get_span_context()) for t in links if (s := parse_traceparent(t)) is not None]
+    context = trace.set_span_in_context(trace.NonRecordingSpan(above), Context())
+    linked = [Link(found) for other in links if (found := _context_of(other)).is_valid]
     return _tracer.start_span(name, context, kind, dict(attributes or {}), links=linked)
+
+
+def _context_of(span: str | Span) -> trace.SpanContext:
+    if isinstance(span, Span):
+        return span.get_span_context()
+    parsed = parse_traceparent(span)
+    return trace.INVALID_SPAN_CONTEXT if parsed is None else parsed.get_span_context()
 
 
 def record_span(
@@ -203,17 +209,17 @@ def record_span(
 
 def start_span(
     name: str,
-    traceparent: str | None = None,
+    parent: str | Span | None = None,
     attributes: Attributes | None = None,
     *,
     kind: SpanKind = SpanKind.INTERNAL,
-    links: Sequence[str] = (),
+    links: Sequence[str | Span] = (),
 ) -> contextlib.AbstractContextManager[Span]:
     """A span that begins now, current inside the block; arguments as `begin_span`.
 
     An exception marks the span as failed and goes on; cancellation is noted, not a fault.
     """
-    span = begin_span(name, traceparent, attributes, kind=kind, links=links)
+    span = begin_span(name, parent, attributes, kind=kind, links=links)
     return use_span(span, notes_errors=True)
 
 

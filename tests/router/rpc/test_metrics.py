@@ -1,16 +1,21 @@
 """The router's metrics over real calls: sums hold at every scrape, and labels stay few."""
 
 import asyncio
+import itertools
 import random
 from collections import Counter
+from types import SimpleNamespace
 
 import grpc.aio
 import pytest
 from prometheus_client.parser import text_string_to_metric_families
 
+from docs.generate import METRICS_BY_TITLE
 from headrace.service import exposition
 from headrace.v1 import inference_pb2
+from headrace.vocabulary import FinishReason
 from router import metrics
+from router.request import Spec, Timeline
 from tests.router.fake_scheduler import MODEL, FakeScheduler, Script, worker
 from tests.router.stack import running_stack
 
@@ -130,15 +135,44 @@ async def test_refusals_are_counted_by_the_reason_that_callers_see(stack):
 def test_ten_thousand_tenants_and_a_hundred_thousand_requests_make_few_series():
     meters = metrics.Meters("fair", ["gold"])
     num_tokens = Counter()
+    timeline = Timeline(arrived=0.0, admitted=1.0, first_token=2.0, ended=3.0)
     for number in range(100_000):
         tenant = "gold" if number % 10 == 0 else f"tenant-{number % 10_000}"
-        meters.traffic("m", tenant).num_output_tokens += number
+        request = SimpleNamespace(
+            spec=Spec(request_id=f"request-{number}", model="m", sampling=None, tenant=tenant),
+            traffic=meters.traffic("m", tenant),
+            timeline=timeline,
+            prompt_token_ids=(1, 2),
+            completions=(SimpleNamespace(token_ids=(1, 2)),),
+            error=None,
+            is_taken_up=False,
+            num_tokens_before=0,
+        )
+        meters.accepted(request)
+        meters.admitted(request, 1)
+        meters.got_first_token(request)
+        meters.ended(request, FinishReason.DEADLINE)
+        request.traffic.num_output_tokens += number
         num_tokens[meters.tenant_label(tenant)] += number
-    assert len(meters.traffic_by_labels) <= metrics._MAX_TENANTS + 2
+    assert len(meters.traffic_by_labels) == metrics._MAX_TENANTS + 2
     found = {tenant: t.num_output_tokens for (_, tenant), t in meters.traffic_by_labels.items()}
     assert found == num_tokens
     assert found["gold"] > 0
     assert sum(found.values()) == sum(range(100_000))
+    assert meters.num_accepted == 100_000
+    for metric, points in meters.histograms():
+        most = metrics._MAX_TENANTS + 2 if "tenant" in metric.labels else 1
+        assert len(points) == most, metric.name
+        assert sum(found.count for found in points.values()) == 100_000
+
+
+def test_no_metric_has_a_label_with_a_value_for_each_request_or_caller():
+    few = {"model", "policy", "tenant", "worker", "reason", "by", "use", "owner", "cause"}
+    few |= {"status", "state", "error.type", "gen_ai.operation.name", "gen_ai.provider.name"}
+    few |= {"gen_ai.request.model"}
+    every = list(itertools.chain.from_iterable(METRICS_BY_TITLE.values()))
+    assert len(every) > 40
+    assert {label for metric in every for label in metric.labels} <= few
 
 
 async def test_the_queue_is_counted_by_model_policy_and_tenant():
