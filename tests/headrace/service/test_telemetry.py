@@ -7,6 +7,7 @@ from contextlib import asynccontextmanager
 
 import grpc
 import pytest
+from opentelemetry.sdk.trace import TracerProvider
 
 from headrace.service import telemetry
 from headrace.service.config import ConfigError
@@ -187,6 +188,34 @@ def test_without_an_endpoint_nothing_is_made_but_context_is_passed_on(monkeypatc
         assert not telemetry.current_traceparent()
         assert telemetry.outgoing_metadata() == ()
     off.shutdown()
+
+
+@pytest.mark.parametrize("sampler", ["always_on", "traceidratio", "always_off"])
+def test_a_service_keeps_to_the_callers_choice_whatever_its_sampler(receiver, monkeypatch, sampler):
+    monkeypatch.setenv("OTEL_TRACES_SAMPLER", sampler)
+    exporting = telemetry.setup("test-service", receiver.endpoint)
+    unsampled = CALLER.removesuffix("1") + "0"
+    with telemetry.start_span("outer", unsampled):
+        assert telemetry.current_traceparent() == unsampled
+        with telemetry.start_span("inner") as inner:
+            assert not inner.is_recording()
+    with telemetry.start_span("kept", CALLER):
+        pass
+    exporting.shutdown()
+    assert [span.name for span in receiver.wait(1)] == ["kept"]
+
+
+@pytest.mark.parametrize("is_exporting", [True, False])
+def test_a_span_of_the_application_is_not_ended(receiver, is_exporting):
+    exporting = telemetry.setup("test-service", receiver.endpoint if is_exporting else "")
+    application = TracerProvider().get_tracer("application")
+    with application.start_as_current_span("app") as span:
+        with telemetry.start_span("call"):
+            trace_id = telemetry.current_traceparent().split("-")[1]
+        assert span.is_recording()
+        assert not span.attributes
+        assert trace_id == f"{span.get_span_context().trace_id:032x}"
+    exporting.shutdown()
 
 
 def test_the_endpoint_may_come_from_the_environment(receiver, monkeypatch):
