@@ -44,15 +44,16 @@ def children(spans, parent, *names):
 
 
 async def test_each_residency_is_a_span_with_the_reason_of_its_end(exported):
-    # 8 blocks of 4 tokens hold 32 of the 56 tokens that the two need: the younger gives way.
-    worker = FakeGpuWorker(num_kv_blocks=8, max_num_seqs=4)
+    # 16 blocks of 4 tokens hold 64 of the 96 tokens that the two need: the younger gives way, and
+    # has many tokens to go when the elder ends.
+    worker = FakeGpuWorker(num_kv_blocks=16, max_num_seqs=4)
     await worker.start()
     async with running_scheduler([worker], SchedulerSettings()) as scheduler:
         await scheduler.ready()
         async with router_to(scheduler) as router:
             worker.hold()
-            elder = await router.submit(ELDER, 20, traceparent=UNSAMPLED)
-            younger = await router.submit(YOUNGER, 20, traceparent=SAMPLED)
+            elder = await router.submit(ELDER, 30, traceparent=UNSAMPLED)
+            younger = await router.submit(YOUNGER, 50, traceparent=SAMPLED)
             await worker.release()
             await router.finished(elder)
             worker.hold()
@@ -65,14 +66,14 @@ async def test_each_residency_is_a_span_with_the_reason_of_its_end(exported):
             await worker.kill()
             await worker.start()
             await worker.release()
-            assert await router.finished(younger) == [expected_tokens(YOUNGER, 20)]
+            assert await router.finished(younger) == [expected_tokens(YOUNGER, 50)]
     spans = exported()
     # Of the request that is not sampled there is nothing.
     assert {span.trace_id for span in spans} == {TRACE_ID}
     (schedule,) = [span for span in spans if span.name == "schedule"]
     assert schedule.parent_id == CALLER_ID
     assert schedule.attributes["gen_ai.response.finish_reasons"] == ["length_capped"]
-    assert schedule.attributes["gen_ai.usage.output_tokens"] == 20
+    assert schedule.attributes["gen_ai.usage.output_tokens"] == 50
     stages = children(spans, schedule, "wait", "residency")
     assert [(stage.name, stage.attributes["headrace.end"]) for stage in stages] == [
         ("wait", "admitted"),
