@@ -152,12 +152,7 @@ def to_explanation(r: inference_pb2.ExplainResponse) -> RequestHistory:
             for part in r.breakdown
         ),
         total_s=r.total_s,
-        queued_with=tuple(
-            TenantLoad(
-                tenant=load.tenant, num_requests=load.num_requests, num_tokens=load.num_tokens
-            )
-            for load in r.queued_with
-        ),
+        queued_with=tuple(map(_tenant_load, r.queued_with)),
         begin_time_unix_s=r.begin_time_unix_s,
     )
 
@@ -197,6 +192,7 @@ def to_pool(r: inference_pb2.GetPoolResponse) -> PoolInfo:
             )
             for d in r.durations
         ),
+        queued_by_tenant=tuple(map(_tenant_load, r.queued_by_tenant)),
     )
 
 
@@ -282,6 +278,12 @@ def _step(s: steps_pb2.Step) -> WorkerStep:
     return WorkerStep(
         num_waiting_by_reason=dict(s.num_waiting_by_reason),
         **{name: getattr(s, name) for name in _STEP_FIELDS},
+    )
+
+
+def _tenant_load(load: inference_pb2.TenantLoad) -> TenantLoad:
+    return TenantLoad(
+        tenant=load.tenant, num_requests=load.num_requests, num_tokens=load.num_tokens
     )
 
 

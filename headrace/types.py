@@ -305,6 +305,7 @@ class PoolInfo:
     has_store: bool = False
     is_store_up: bool = False
     durations: tuple[DurationCounts, ...] = ()
+    queued_by_tenant: tuple[TenantLoad, ...] = ()
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

@@ -35,7 +35,7 @@ _COMMANDS = {
     "models": "List the models that are served.",
     "pool": "List the workers, drain them, give them roles, audit them.",
     "pool-controller": "Scale pools of workers on Kubernetes by their load.",
-    "top": "Show the workers and their load until Ctrl-C.",
+    "top": "Watch the queue, the workers and their steps.",
     "doctor": "Check a deployment, and say what to do.",
     "keys": "Make, list and revoke API keys.",
 }
@@ -46,7 +46,6 @@ _MODULES = {
     "explain": "requests",
     "models": "pool",
     "pool-controller": "pool_controller",
-    "top": "pool",
 }
 _ENTRY_POINTS = "headrace.commands"
 

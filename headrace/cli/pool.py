@@ -1,13 +1,12 @@
 """`headrace models`, `pool` and `top`: the models, the workers, their load, and changes to them."""
 
 import asyncio
-import sys
 from typing import TYPE_CHECKING, Any
 
 import click
 
-from headrace.cli.exits import Failure, run
-from headrace.cli.options import ask, connection_options, json_option, open_client, print_json
+from headrace.cli.exits import Failure
+from headrace.cli.options import ask, connection_options, json_option, print_json
 
 if TYPE_CHECKING:
     from headrace.client import HeadraceClient
@@ -15,7 +14,6 @@ if TYPE_CHECKING:
 
 # Between two looks at a worker that is being drained.
 _LOOK_S = 0.5
-_CLEAR_SCREEN = "\x1b[H\x1b[2J"
 
 
 @click.command()
@@ -72,7 +70,7 @@ def list_workers(as_json: bool, **arguments: Any) -> None:
     if as_json:
         print_json(found)
     else:
-        click.echo(_pool_text(found))
+        click.echo(pool_text(found))
 
 
 @pool.command()
@@ -184,37 +182,8 @@ def _audit_row(audit: "WorkerAudit") -> list[str]:
     return [audit.worker_id or "-", audit.scheduler_id, *map(str, counts), compared]
 
 
-@click.command()
-@click.option(
-    "--interval-s",
-    type=click.FloatRange(min=0.1),
-    default=1.0,
-    show_default=True,
-    help="Seconds between updates.",
-)
-@connection_options
-def top(interval_s: float, **arguments: Any) -> None:
-    """The workers and their load, shown again and again until Ctrl-C."""
-    run(_watch(interval_s, arguments))
-
-
-async def _watch(interval_s: float, arguments: dict[str, Any]) -> None:
-    from headrace.connections import UnreachableError
-
-    before = _CLEAR_SCREEN if sys.stdout.isatty() else ""
-    async with open_client(arguments) as client:
-        text = _pool_text(await client.pool())
-        while True:
-            click.echo(before + text)
-            await asyncio.sleep(interval_s)
-            try:
-                text = _pool_text(await client.pool())
-            except UnreachableError as error:
-                # A router that has answered may come back.
-                text = f"{error.message}; trying again"
-
-
-def _pool_text(found: "PoolInfo") -> str:
+def pool_text(found: "PoolInfo") -> str:
+    """The workers as a table, and what the router has."""
     rows = [["WORKER", "MODEL", "STATE", "ROLE", "DEVICE", "RUNNING", "WAITING", "KV USED"]]
     for w in found.workers:
         used = 1 - w.num_free_kv_blocks / w.num_kv_blocks if w.num_kv_blocks else 0.0

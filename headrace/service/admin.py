@@ -219,9 +219,7 @@ class AdminServer:
 
         if self._is_ready():
             return web.Response(text="ready\n")
-        return web.Response(
-            status=503, text="not ready: starting, shutting down, or a step hangs\n"
-        )
+        return web.Response(status=503, text="not ready: starting, or shutting down\n")
 
 
 def _tokens_in(file: str) -> Watched[list[str]] | None:

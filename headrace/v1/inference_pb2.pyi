@@ -1049,6 +1049,7 @@ class GetPoolResponse(_message.Message):
     HAS_STORE_FIELD_NUMBER: _builtins.int
     IS_STORE_UP_FIELD_NUMBER: _builtins.int
     DURATIONS_FIELD_NUMBER: _builtins.int
+    QUEUED_BY_TENANT_FIELD_NUMBER: _builtins.int
     num_queued: _builtins.int
     """Requests waiting in this router."""
     num_in_flight: _builtins.int
@@ -1077,6 +1078,12 @@ class GetPoolResponse(_message.Message):
     def durations(self) -> _containers.RepeatedCompositeFieldContainer[Global___DurationCounts]:
         """How long things took in this router since it started, by metric and model."""
 
+    @_builtins.property
+    def queued_by_tenant(self) -> _containers.RepeatedCompositeFieldContainer[Global___TenantLoad]:
+        """What waits in this router, by tenant: the most tokens first, and from the 100th on one sum,
+        named "*".
+        """
+
     def __init__(
         self,
         *,
@@ -1090,10 +1097,11 @@ class GetPoolResponse(_message.Message):
         has_store: _builtins.bool = ...,
         is_store_up: _builtins.bool = ...,
         durations: _abc.Iterable[Global___DurationCounts] | None = ...,
+        queued_by_tenant: _abc.Iterable[Global___TenantLoad] | None = ...,
     ) -> None: ...
     _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["durations", b"durations", "has_store", b"has_store", "is_store_up", b"is_store_up", "num_in_flight", b"num_in_flight", "num_paused", b"num_paused", "num_queued", b"num_queued", "schedulers", b"schedulers", "time_unix_s", b"time_unix_s", "version", b"version", "workers", b"workers"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["durations", b"durations", "has_store", b"has_store", "is_store_up", b"is_store_up", "num_in_flight", b"num_in_flight", "num_paused", b"num_paused", "num_queued", b"num_queued", "queued_by_tenant", b"queued_by_tenant", "schedulers", b"schedulers", "time_unix_s", b"time_unix_s", "version", b"version", "workers", b"workers"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     def WhichOneof(self, oneof_group: _Never) -> None: ...
 

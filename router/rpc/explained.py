@@ -16,7 +16,7 @@ def complete(found: inference_pb2.ExplainResponse, account: Account, *, has_run:
         for share in shares
     )
     found.total_s = account.total_s
-    found.queued_with.extend(map(_tenant_load, account.queued_with))
+    found.queued_with.extend(map(tenant_load, account.queued_with))
 
 
 def hide_tenants(found: inference_pb2.ExplainResponse, tenant: str) -> None:
@@ -25,7 +25,7 @@ def hide_tenants(found: inference_pb2.ExplainResponse, tenant: str) -> None:
     own = [load for load in loads if load.tenant == tenant]
     others = merged([load for load in loads if load.tenant != tenant])
     del found.queued_with[:]
-    found.queued_with.extend(map(_tenant_load, (*own, *others)))
+    found.queued_with.extend(map(tenant_load, (*own, *others)))
 
 
 def _account_of(found: inference_pb2.ExplainResponse) -> SchedulerAccount | None:
@@ -43,7 +43,8 @@ def _account_of(found: inference_pb2.ExplainResponse) -> SchedulerAccount | None
     )
 
 
-def _tenant_load(load: Load) -> inference_pb2.TenantLoad:
+def tenant_load(load: Load) -> inference_pb2.TenantLoad:
+    """What waits for a tenant."""
     return inference_pb2.TenantLoad(
         tenant=load.tenant, num_requests=load.num_requests, num_tokens=load.num_tokens
     )

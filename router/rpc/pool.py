@@ -3,6 +3,7 @@
 import asyncio
 import itertools
 import time
+from collections import Counter
 from collections.abc import Iterable, Sequence
 
 from headrace.service.errors import ServiceError, invalid, not_found
@@ -10,11 +11,29 @@ from headrace.service.protocol import WORKER_ROLE
 from headrace.service.versions import version
 from headrace.status.store import StatusStore
 from headrace.v1 import common_pb2, inference_pb2
+from router.core.global_queue import GlobalQueue
+from router.passage import Load, merged
+from router.request import ClientCompletion
 from router.router import Router
+from router.rpc.explained import tenant_load
 from router.rpc.scheduler_client import SchedulerClient
 
 # An error goes into the headers of an answer, which must not be long.
 _MAX_NAMES = 30
+_MAX_TENANTS = 100
+
+
+def queued_by_tenant(queue: GlobalQueue[ClientCompletion]) -> list[inference_pb2.TenantLoad]:
+    """What waits in the router over all models, the most tokens first."""
+    num_requests: Counter[str] = Counter()
+    num_tokens: Counter[str] = Counter()
+    for _, waiting in queue.by_model:
+        for tenant, load in waiting.load_by_tenant.items():
+            num_requests[tenant] += load.num_requests
+            num_tokens[tenant] += load.num_tokens
+    loads = [Load(name, num_requests[name], count) for name, count in num_tokens.most_common()]
+    kept = loads if len(loads) <= _MAX_TENANTS else loads[: _MAX_TENANTS - 1]
+    return [tenant_load(load) for load in (*kept, *merged(loads[len(kept) :]))]
 
 
 def pool(
@@ -38,6 +57,7 @@ def pool(
             )
             for metric, model, found in router.meters.durations()
         ],
+        queued_by_tenant=queued_by_tenant(router.queue),
     )
 
 

@@ -9,10 +9,29 @@ import pytest
 from headrace.service.errors import from_rpc_error
 from headrace.v1 import common_pb2, inference_pb2
 from headrace.vocabulary import WorkerState
+from router.core.global_queue import GlobalQueue
+from router.core.model_queue import ModelQueue
+from router.core.policies import make_order
+from router.rpc.pool import queued_by_tenant
+from tests.router.core.test_model_queue import entry
 from tests.router.fake_scheduler import FakeScheduler, worker
 from tests.router.stack import running_stack
 
 LOST, DRAINING = common_pb2.WORKER_STATE_LOST, common_pb2.WORKER_STATE_DRAINING
+
+
+def test_what_waits_is_told_by_tenant_over_all_models():
+    queue = GlobalQueue(lambda: ModelQueue(make_order("fair")))
+    for key in range(150):
+        queue.push(entry(key, tenant=f"t{key}", num_tokens=1000 - key))
+    queue.push(entry(150, model="other", tenant="t149", num_tokens=5000))
+    loads = queued_by_tenant(queue)
+    assert len(loads) == 100
+    assert [(one.tenant, one.num_requests, one.num_tokens) for one in loads[:2]] == [
+        ("t149", 2, 5851), ("t0", 1, 1000),
+    ]  # fmt: skip
+    assert (loads[-1].tenant, loads[-1].num_requests) == ("*", 51)
+    assert sum(one.num_requests for one in loads) == 151
 
 
 async def update(stack, worker_id, **changes):
