@@ -93,9 +93,12 @@ async def serve(
             is_thread_busy = False
             service.set_engine(loading.result())
             keep_for_good()
-            server.set_serving(True)
+            following = asyncio.create_task(
+                server.follow(service.waits_s, gpuworker.stalled_after_s)
+            )
             lost = asyncio.create_task(service.device_lost())
             await asyncio.wait([lost, stopping], return_when=asyncio.FIRST_COMPLETED)
+            following.cancel()
             server.set_serving(False)
             if not lost.cancel():
                 logger.critical("the device has failed; start this worker again")

@@ -59,6 +59,12 @@ class WorkerSettings(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
             "1, 2, 4, 8 and multiples of 8 by default."
         ),
     ] = ()
+    stalled_after_s: Annotated[
+        float,
+        help_text(
+            "A worker of whose steps none ends for so long is not ready until one does.", gt=0
+        ),
+    ] = 60.0
 
 
 class KvCacheSettings(msgspec.Struct, frozen=True, forbid_unknown_fields=True):

@@ -8,6 +8,7 @@ as steps finish.
 
 import asyncio
 import logging
+import time
 import uuid
 from collections.abc import AsyncIterator, Callable
 from concurrent.futures import Future, ThreadPoolExecutor
@@ -102,6 +103,8 @@ class GpuWorkerService(gpuworker_pb2_grpc.GpuWorkerServicer):
         # The greatest term of a lease that this worker has seen.
         self._fence = 0
         self._num_queued = 0
+        # When work came that found nothing queued, or was done.
+        self._progress_s = time.monotonic()
         self._is_idle = asyncio.Event()
         self._is_idle.set()
         self._is_device_lost = asyncio.Event()
@@ -117,6 +120,10 @@ class GpuWorkerService(gpuworker_pb2_grpc.GpuWorkerServicer):
     async def device_lost(self) -> None:
         """Waits until the device has failed in a step: this process cannot use the device again."""
         await self._is_device_lost.wait()
+
+    def waits_s(self) -> float:
+        """For how long there has been work for the model's thread of which none got done."""
+        return time.monotonic() - self._progress_s if self._num_queued else 0.0
 
     async def drain(self, timeout_s: float) -> bool:
         """Refuses new streams, announces draining, and waits until all rows are free.
@@ -292,6 +299,8 @@ class GpuWorkerService(gpuworker_pb2_grpc.GpuWorkerServicer):
 
     def _noted(self, future: "asyncio.Future[T]") -> "asyncio.Future[T]":
         """Counts the work as in flight until the future is done."""
+        if self._num_queued == 0:
+            self._progress_s = time.monotonic()
         self._num_queued += 1
         self._is_idle.clear()
         future.add_done_callback(self._note_done)
@@ -299,6 +308,7 @@ class GpuWorkerService(gpuworker_pb2_grpc.GpuWorkerServicer):
 
     def _note_done(self, future: "asyncio.Future[Any]") -> None:
         self._num_queued -= 1
+        self._progress_s = time.monotonic()
         # With nothing queued, the model's thread does not change the rows, so this thread may read.
         if self._num_queued == 0 and not self._require_engine().runner.num_requests:
             self._is_idle.set()

@@ -219,7 +219,9 @@ class AdminServer:
 
         if self._is_ready():
             return web.Response(text="ready\n")
-        return web.Response(status=503, text="not ready: starting, or shutting down\n")
+        return web.Response(
+            status=503, text="not ready: starting, shutting down, or a step hangs\n"
+        )
 
 
 def _tokens_in(file: str) -> Watched[list[str]] | None:

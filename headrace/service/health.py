@@ -5,7 +5,8 @@ watcher and every change of status need.
 """
 
 import asyncio
-from collections.abc import Iterable
+import logging
+from collections.abc import Callable, Iterable
 from typing import Any
 
 import grpc.aio
@@ -15,10 +16,13 @@ from headrace.service.call_limit import CallLimit
 from headrace.service.errors import not_found
 from headrace.service.handlers import write
 
+logger = logging.getLogger(__name__)
+
 FULL_NAME = "grpc.health.v1.Health"
 
 # A further watcher ends the oldest: callers need no token, so the number must be bounded.
 _MAX_WATCHERS = 256
+_FOLLOW_EVERY_S = 0.5
 
 _Status = health_pb2.HealthCheckResponse
 
@@ -41,6 +45,24 @@ class Health(health_pb2_grpc.HealthServicer):
         self.is_serving = is_serving
         self._changed.set()
         self._changed = asyncio.Event()
+
+    async def follow(self, waits_s: Callable[[], float], limit_s: float) -> None:
+        """Serves from now on, but not while work waits for longer than limit_s; until cancelled.
+
+        waits_s: for how long there has been work of which none got done; 0 while there is none.
+        """
+        self.set_serving(True)
+        while True:
+            waited_s = waits_s()
+            if (waited_s <= limit_s) != self.is_serving:
+                self.set_serving(not self.is_serving)
+                if self.is_serving:
+                    logger.info("ready again")
+                else:
+                    logger.warning(
+                        "not ready: there is work, and none got done in %.1f s", waited_s
+                    )
+            await asyncio.sleep(_FOLLOW_EVERY_S)
 
     async def Check(
         self, request: health_pb2.HealthCheckRequest, _context: Any

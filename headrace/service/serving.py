@@ -3,7 +3,7 @@
 import asyncio
 import resource
 import signal
-from collections.abc import Collection, Sequence
+from collections.abc import Callable, Collection, Sequence
 from typing import Annotated, Any
 
 import grpc
@@ -166,6 +166,10 @@ class GrpcServer:
     def set_serving(self, is_serving: bool) -> None:
         """Sets the status that health checks report."""
         self._health.set_serving(is_serving)
+
+    async def follow(self, waits_s: Callable[[], float], limit_s: float) -> None:
+        """Health checks report serving, but while work waits too long (see Health.follow)."""
+        await self._health.follow(waits_s, limit_s)
 
     async def stop(self, grace_s: float) -> None:
         """Refuse new calls, give live ones grace_s seconds, then cancel them."""

@@ -100,6 +100,10 @@ class Cluster:
         found = self.api.items(f"/api/v1/namespaces/{namespace}/pods?labelSelector={selector}")
         return [pod for pod in found if "deletionTimestamp" not in pod["metadata"]]
 
+    def volume(self, pod: Object, name: str) -> Path:
+        """The folder of a pod's volume."""
+        return self.folder / "kubelet" / "pods" / pod["metadata"]["uid"] / "volumes" / name
+
     def logs(self) -> str:
         """The end of each log, for the message of a test that failed."""
         kubelet = self.folder / "kubelet"

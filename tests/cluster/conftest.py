@@ -70,6 +70,7 @@ def releases(cluster: Cluster, credentials: Credentials) -> Iterator[dict[str, R
     }
     complete = {
         "router": {"replicas": 2, "preStopSeconds": 1, "service": {"type": "NodePort"}},
+        "gpuworker": {"config": {"gpuworker": {"stalled_after_s": 3}}},
         "scheduler": {"replicas": 2, "config": {"ownership": {"rebalance_after_s": 1}}},
         "pools": [
             {

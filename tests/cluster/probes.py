@@ -39,7 +39,7 @@ class Probe:
         now_s = time.monotonic()
         if now_s < self.started_s + self.wanted.get("initialDelaySeconds", 0):
             return False
-        factor = _WELL_FACTOR if self.is_succeeding else 1
+        factor = _WELL_FACTOR if self.is_succeeding and not self.num_failures else 1
         return now_s >= self.asked_s + factor * self.wanted.get("periodSeconds", 10)
 
     def take(self, answer: str) -> None:

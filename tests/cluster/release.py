@@ -77,9 +77,10 @@ class Release:
 
     def until_settled(self) -> None:
         """Wait until every pod is ready, and none is on its way out."""
-        self.cluster.until(self._is_settled, "rest")
+        self.cluster.until(self.is_settled, "rest")
 
-    def _is_settled(self) -> bool:
+    def is_settled(self) -> bool:
+        """Whether every pod is ready, and none is on its way out."""
         pods = self.cluster.api.items(f"/api/v1/namespaces/{self.namespace}/pods")
         return all("deletionTimestamp" not in pod["metadata"] and _is_ready(pod) for pod in pods)
 

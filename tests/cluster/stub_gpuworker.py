@@ -1,10 +1,25 @@
 """A gpuworker's container without torch: the service itself, but for the model that it loads."""
 
+import time
+from pathlib import Path
+from typing import Any
+
 from gpuworker import __main__ as gpuworker
 from gpuworker.core.input_batch import BatchLimits
 from tests.chaos import stub_model, stub_worker
 
 _STEP_S = 0.02
+# While this file is there, steps hang.
+HANG = Path("/tmp/hang")
+
+
+class HangingRunner(stub_worker.StubRunner):
+    """The stub's runner; what hangs is the model's thread, as with a device that hangs."""
+
+    def launch(self, plan: Any) -> stub_worker.Pending:
+        while HANG.exists():
+            time.sleep(0.1)
+        return super().launch(plan)
 
 
 def load(*_: object) -> stub_worker.StubLoaded:
@@ -19,7 +34,7 @@ def load(*_: object) -> stub_worker.StubLoaded:
         eos_token_ids=(stub_model.EOS_TOKEN_ID,),
     )
     counts = stub_worker.Counts("/tmp/counts")
-    return stub_worker.StubLoaded(stub_worker.StubRunner(limits, _STEP_S, counts), 1)
+    return stub_worker.StubLoaded(HangingRunner(limits, _STEP_S, counts), 1)
 
 
 if __name__ == "__main__":

@@ -117,6 +117,18 @@ async def test_certificates_and_keys_are_renewed_under_load_without_a_restart(
     assert starts(release) == before
 
 
+async def test_a_worker_whose_step_hangs_is_not_ready_until_it_goes_on(release, load):
+    cluster, (pod, *_) = release.cluster, release.pods("gpuworker")
+    hang = cluster.volume(pod, "tmp") / "hang"
+    async with load:
+        await load.until_answered()
+        hang.touch()
+        await asyncio.to_thread(cluster.until, lambda: not release.is_settled(), "hanging worker")
+        hang.unlink()
+        await asyncio.to_thread(release.until_settled)
+        await load.until_answered()
+
+
 async def test_the_controller_makes_a_pool_larger_under_load_and_smaller_after_it(
     release, credentials
 ):

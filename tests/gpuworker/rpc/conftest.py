@@ -31,7 +31,9 @@ async def worker(checkpoint: Path) -> AsyncIterator[Worker]:
         address = await server.start()
         channel = open_channel(address, ChannelConfig())
         runner = GatedRunner(make_runner(checkpoint, num_kv_blocks=20))
-        yield Worker(service, channel, runner)
+        made = Worker(service, channel, runner)
+        made.server = server
+        yield made
         runner.gate.set()
         await channel.close()
         await server.stop(0)

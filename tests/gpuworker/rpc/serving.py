@@ -84,6 +84,7 @@ class DeviceStep:
 
 class Worker:
     def __init__(self, service: GpuWorkerService, channel: grpc.aio.Channel, runner: Any) -> None:
+        self.server: Any = None
         self.service = service
         self.stub = gpuworker_pb2_grpc.GpuWorkerStub(channel)
         self.health = health_pb2_grpc.HealthStub(channel)

@@ -169,6 +169,30 @@ async def test_other_calls_are_answered_during_a_long_step(worker: Worker) -> No
     call.cancel()
 
 
+async def test_a_worker_whose_step_hangs_is_not_ready_until_it_goes_on(worker: Worker) -> None:
+    async def serves() -> bool:
+        answer = await worker.health.Check(health_pb2.HealthCheckRequest())
+        return answer.status == answer.SERVING
+
+    async def is_stalled() -> bool:
+        return not await serves()
+
+    load(worker)
+    following = asyncio.create_task(worker.server.follow(worker.service.waits_s, 0.2))
+    await eventually(serves)
+    worker.runner.gate.clear()
+    call = worker.stub.Execute()
+    await call.write(first_plan())
+    await eventually(is_stalled)
+    worker.runner.gate.set()
+    assert tokens_of(await call.read())
+    # Its request goes on, but there is no work now.
+    await eventually(serves)
+    assert worker.service.waits_s() == 0
+    call.cancel()
+    following.cancel()
+
+
 async def test_a_new_stream_takes_over_and_finds_every_row_empty(
     worker: Worker, checkpoint: Path
 ) -> None:
