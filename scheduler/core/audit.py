@@ -1,13 +1,15 @@
 """Walks the book of one worker's KV blocks: every block has exactly one owner.
 
-The owner of a block is one of three:
+The owner of a block is one of four:
 
 * requests: the block is in the block tables of running requests. A shared prefix block is in
   several tables; then all of these requests own it together. Its reference count is the number of
   its holders, the prefix cache knows it, and it is at the same place in each table, once.
-* the prefix cache: no request holds the block, and it is found by its digest until the block is
-  allocated again.
-* the free list: no request holds the block, and no digest leads to it.
+* a lease: the block is being transferred from or to another worker. A lease holds its blocks like
+  a request; blocks that requests hold too count as theirs.
+* the prefix cache: no request or lease holds the block, and it is found by its digest until the
+  block is allocated again.
+* the free list: no request or lease holds the block, and no digest leads to it.
 
 Blocks of the prefix cache and of the free list stand in one list, in the order of allocation. The
 null block has no owner. A request without a row (waiting, preempted, paused) holds no block.
@@ -38,12 +40,13 @@ class BookAudit:
     """Blocks by owner, and what is wrong, one sentence each.
 
     num_free_blocks are those of the free list, without the prefix cache's. num_requests counts the
-    requests that hold blocks.
+    requests that hold blocks. num_leased_blocks are those that only leases hold.
     """
 
     num_free_blocks: int
     num_cached_blocks: int
     num_owned_blocks: int
+    num_leased_blocks: int
     num_requests: int
     faults: tuple[str, ...]
 
@@ -71,6 +74,9 @@ def audit(state: SchedulerState, live_keys: Container[int] | None = None) -> Boo
     pool, tables = state.kv.pool, row_tables(state.table)
     is_block = (tables.block_ids > NULL_BLOCK) & (tables.block_ids <= pool.num_usable)
     holders = np.bincount(tables.block_ids[is_block], minlength=pool.num_usable + 1)
+    leased = np.zeros_like(holders)
+    for lease in state.leases:
+        leased[list(lease.block_ids)] += 1
     is_cached = _is_cached(pool)
     is_unheld = _is_free(pool)
     num_cached = int((is_unheld & is_cached).sum())
@@ -78,13 +84,15 @@ def audit(state: SchedulerState, live_keys: Container[int] | None = None) -> Boo
         *_request_faults(state, live_keys),
         *_row_faults(state),
         *_table_faults(state, tables, is_block),
-        *pool_faults(pool, holders),
+        *pool_faults(pool, holders + leased),
         *_content_faults(state, tables),
+        *_lease_faults(state),
     ]
     return BookAudit(
         num_free_blocks=int(is_unheld.sum()) - num_cached,
         num_cached_blocks=num_cached,
         num_owned_blocks=int((holders > 0).sum()),
+        num_leased_blocks=int(((leased > 0) & (holders == 0)).sum()),
         num_requests=int((tables.num_blocks > 0).sum()),
         faults=limited(faults),
     )
@@ -248,6 +256,20 @@ def _content_faults(state: SchedulerState, tables: RowTables) -> Iterator[str]:
         known: list[bytes | None] = [*request.block_hashes.digests[:num_registered]]
         if [digests[b] for b in block_ids] != known + [None] * (num_blocks - num_registered):
             yield f"{_name(state, row)} has blocks with the contents of other tokens"
+
+
+def _lease_faults(state: SchedulerState) -> Iterator[str]:
+    """An import has a live request; blocks have their digests once their contents are here."""
+    digests, leases = state.kv.pool.digests, state.leases
+    for lease in leases:
+        if lease.is_import and lease.key not in state.requests:
+            yield f"lease {lease.lease_id} is of a request that has ended"
+        if len(set(lease.block_ids)) != len(lease.block_ids):
+            yield f"lease {lease.lease_id} holds a block twice"
+        num_here = len(lease.block_ids) if leases.is_committed(lease) else lease.num_present
+        known = [*lease.digests[:num_here], *[None] * (len(lease.block_ids) - num_here)]
+        if [digests[block_id] for block_id in lease.block_ids] != known:
+            yield f"lease {lease.lease_id} has blocks with other contents"
 
 
 def _name(state: SchedulerState, row: int) -> str:

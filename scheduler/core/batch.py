@@ -12,10 +12,12 @@ from numpy.typing import NDArray
 
 from scheduler.core.plan import (
     EMPTY_INT32,
+    NO_FACTS,
     Admission,
     Int32Array,
     PassedOver,
     RowRequest,
+    StepFacts,
     Victim,
 )
 from scheduler.core.request_table import IntpArray
@@ -172,3 +174,9 @@ def _joined(parts: list[BatchColumns]) -> BatchColumns:
         np.concatenate([part.goals for part in parts]),
         num_drafts,
     )
+
+    def facts(self) -> StepFacts:
+        """Why the step looks as it does."""
+        if not self.victims and not self.passed_over and not self.num_behind_head:
+            return NO_FACTS
+        return StepFacts(tuple(self.passed_over), tuple(self.victims), self.num_behind_head)

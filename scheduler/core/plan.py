@@ -12,6 +12,7 @@ replay. These features are reached by recordings only; no service sets them toda
 * throttle_prefills, `set_pause`, `reset_prefix_cache`, `num_common_prefix_blocks`.
 """
 
+from collections.abc import Sequence
 from dataclasses import dataclass, field
 from enum import Enum, IntEnum
 from typing import Literal, NamedTuple
@@ -115,14 +116,28 @@ class RepetitionLimit:
     min_count: int
 
 
+@dataclass(frozen=True, slots=True)
+class RemotePrefix:
+    """The first num_blocks full blocks of a request's tokens, whose KV another worker has.
+
+    source names the worker and its lease, for this worker. expires_at is the end of that lease, on
+    the clock of `now`.
+    """
+
+    source: str
+    num_blocks: int
+    expires_at: float
+
+
 @dataclass(frozen=True, slots=True, kw_only=True)
 class NewRequest:
     """A request as the caller adds it.
 
     key is the caller's number of the request, unique among live requests; outputs name it.
     prompt_token_ids and output_token_ids (generated under an earlier epoch) are [num_tokens]; the
-    core owns them from then on. deadline is on the clock of `now`. is_recovering: the request had
-    begun on a worker that was lost; only its history tells.
+    core owns them from then on. deadline is on the clock of `now`. export_s: for so long after
+    max_tokens its full blocks are kept for another worker; needs the prefix cache. is_recovering:
+    the request had begun on a worker that was lost; only its history tells.
     """
 
     key: int
@@ -139,6 +154,8 @@ class NewRequest:
     skip_reading_prefix_cache: bool = False
     deadline: float | None = None
     needs_grammar: bool = False
+    remote_prefix: RemotePrefix | None = None
+    export_s: float = 0.0
     repetition: RepetitionLimit | None = None
     block_hashes: BlockHashes | None = None  # hashed ahead by the caller, wholly or in part
     is_recovering: bool = False
@@ -259,9 +276,10 @@ class ResetOutcome:
 
 @dataclass(frozen=True, slots=True)
 class FinishedRequest:
-    """A request that reached a final status; its blocks are already free.
+    """A request that reached a final status; its blocks are already free, or exported.
 
-    output_token_ids is [num_tokens], all that the request generated.
+    export_lease_id is the lease that keeps its blocks for another worker. output_token_ids is
+    [num_tokens], all that the request generated.
     """
 
     key: int
@@ -270,11 +288,41 @@ class FinishedRequest:
     stop_token_id: int | None
     num_preemptions: int
     output_token_ids: Int32Array = field(default_factory=lambda: EMPTY_INT32, compare=False)
+    export_lease_id: int | None = None
+
+
+@dataclass(frozen=True, slots=True)
+class Lease:
+    """KV blocks in transfer, in the order of the prompt, and the digests of their contents.
+
+    source is where the contents come from; "" for an export. The contents of the first num_present
+    blocks are here already. key is the request's.
+    """
+
+    lease_id: int
+    key: int
+    source: str
+    block_ids: Sequence[int]
+    digests: Sequence[bytes]
+    num_present: int
+    expires_at: float
+
+    @property
+    def is_import(self) -> bool:
+        return bool(self.source)
+
+    @property
+    def missing_block_ids(self) -> Sequence[int]:
+        """The blocks that an import's transfer writes."""
+        return self.block_ids[self.num_present :]
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class StepPlan:
     """One step. The worker applies freed_rows, then row_requests, then the appended blocks.
+
+    Before all of these the worker stops the transfers of ended_leases, and before the step runs it
+    begins those of begun_leases.
 
     expired are the requests that this schedule ended because their deadline had passed.
     """
@@ -294,6 +342,8 @@ class StepPlan:
     preempted_keys: tuple[int, ...]
     expired: tuple[FinishedRequest, ...]
     facts: StepFacts = NO_FACTS
+    begun_leases: tuple[Lease, ...] = ()
+    ended_leases: tuple[int, ...] = ()
 
     @property
     def num_reqs(self) -> int:
@@ -302,7 +352,8 @@ class StepPlan:
     @property
     def is_worth_sending(self) -> bool:
         """Whether the worker has anything to do or to forget."""
-        return bool(len(self.rows) or len(self.freed_rows))
+        has_leases = bool(self.begun_leases or self.ended_leases)
+        return bool(len(self.rows) or len(self.freed_rows)) or has_leases
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

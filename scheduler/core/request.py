@@ -50,12 +50,14 @@ class Request:
         if spec.block_hashes is not None:
             assert spec.block_hashes.is_like(self.block_hashes), "hashed ahead under other terms"
             self.block_hashes = spec.block_hashes
-        self.status = (
-            RequestStatus.WAITING_FOR_GRAMMAR if spec.needs_grammar else RequestStatus.WAITING
-        )
+        self.status = RequestStatus.WAITING
+        if spec.needs_grammar:
+            self.status = RequestStatus.WAITING_FOR_GRAMMAR
+        elif spec.remote_prefix is not None:
+            self.status = RequestStatus.WAITING_FOR_REMOTE_KV
         # The status to return to from WAITING_FOR_CLIENT.
         self.status_after_pause = self.status
-        self.is_ready = not spec.needs_grammar
+        self.is_ready = not self.is_blocked
         self.row = NO_ROW
         self.num_preemptions = 0
         # Cached tokens at the first admission; -1 before it.

@@ -15,7 +15,6 @@ from scheduler.core.explain import History, RequestExplanation
 from scheduler.core.long_prefills import long_prefill_budget
 from scheduler.core.plan import (
     EMPTY_INT32,
-    NO_FACTS,
     BoolArray,
     FinishedRequest,
     Int32Array,
@@ -26,7 +25,6 @@ from scheduler.core.plan import (
     RequestStatus,
     ResetOutcome,
     SchedulerConfig,
-    StepFacts,
     StepOutput,
     StepPlan,
     StepResult,
@@ -122,6 +120,18 @@ class SchedulerCore:
         for request in (*queues, *queues.paused.values()):
             if request.request_id == request_id:
                 request.is_ready = True
+
+    def commit_lease(self, lease_id: int) -> None:
+        """Note that all blocks of an import have come; nothing happens if the lease has ended."""
+        key = self.state.leases.commit(lease_id)
+        if key is not None:
+            self.state.compute_here(key)
+
+    def end_lease(self, lease_id: int) -> None:
+        """End a lease whose transfer failed or is done; nothing happens if it has ended."""
+        key = self.state.leases.end(lease_id)
+        if key is not None:
+            self.state.compute_here(key)
 
     def pause_request(self, key: int) -> int | None:
         """Pause a request whose client does not read, until `continue_request`.
@@ -287,6 +297,7 @@ class SchedulerCore:
         expired: tuple[FinishedRequest, ...],
     ) -> StepPlan:
         state = self.state
+        begun_leases, ended_leases = state.leases.take_news()
         num_drafts = draft_ids = EMPTY_INT32
         if columns.num_drafts is not None:
             num_drafts = columns.num_drafts
@@ -307,7 +318,9 @@ class SchedulerCore:
             admissions=tuple(batch.admissions),
             preempted_keys=tuple(victim.key for victim in batch.victims),
             expired=expired,
-            facts=_facts(batch),
+            facts=batch.facts(),
+            begun_leases=begun_leases,
+            ended_leases=ended_leases,
         )
 
     def _advance(
@@ -378,9 +391,3 @@ def _taken(numbers: list[int]) -> Int32Array:
     column = np.array(numbers, dtype=np.int32)
     numbers.clear()
     return column
-
-
-def _facts(batch: StepBatch) -> StepFacts:
-    if not batch.victims and not batch.passed_over and not batch.num_behind_head:
-        return NO_FACTS
-    return StepFacts(tuple(batch.passed_over), tuple(batch.victims), batch.num_behind_head)

@@ -12,6 +12,7 @@ from headrace.lazy_heap import LazyHeap
 from scheduler.core.batch import StepBatch
 from scheduler.core.explain import History, Ledger
 from scheduler.core.kv_cache import KvCache
+from scheduler.core.leases import Leases
 from scheduler.core.plan import (
     EMPTY_INT32,
     BoolArray,
@@ -55,6 +56,7 @@ class SchedulerState:
         self.config = config
         self.table = RequestTable(config)
         self.kv = KvCache(config, self.table)
+        self.leases = Leases(self.kv)
         self.policy = POLICIES[config.policy]
         self.queues = WaitingQueues(self.policy)
         self.ledger = Ledger()
@@ -176,13 +178,16 @@ class SchedulerState:
 
         The caller removes the row from the running order.
         """
-        num_computed = 0
+        num_computed, export = 0, None
+        self.leases.end_import_of(request.key)
         if request.row == NO_ROW:
             self.queues.remove(request)
         else:
             num_computed = self.table.num_computed.item(request.row)
             if status is RequestStatus.ERROR:
                 self.kv.distrust(request.row)
+            elif request.spec.export_s and status is RequestStatus.LENGTH_CAPPED:
+                export = self._export(request)
             self._free_row(request.row)
         if request.num_stale_tokens:
             self.stale = {i: other for i, other in self.stale.items() if other is not request}
@@ -198,7 +203,18 @@ class SchedulerState:
             stop_token_id,
             request.num_preemptions,
             request.token_ids[request.num_prompt_tokens :],
+            export,
         )
+
+    def _export(self, request: Request) -> int | None:
+        """Keep the full blocks of a request that ends; the lease."""
+        num_blocks = self.table.num_registered.item(request.row)
+        if not num_blocks:
+            return None
+        block_ids = self.table.block_table[request.row, :num_blocks].tolist()
+        digests = request.block_hashes.digests[:num_blocks]
+        expires_at = self.now + request.spec.export_s
+        return self.leases.begin_export(request.key, block_ids, digests, expires_at).lease_id
 
     def end(self, key: int, status: RequestStatus) -> FinishedRequest | None:
         """End a request, running or waiting; None if it is unknown or has ended."""
@@ -210,12 +226,20 @@ class SchedulerState:
         return self.finish(request, status)
 
     def expire(self) -> tuple[FinishedRequest, ...]:
-        """End every request whose deadline has passed."""
+        """End every lease whose time is over, and every request whose deadline has passed."""
+        for key in self.leases.expire(self.now):
+            self.compute_here(key)
         if not self._deadlines:
             return ()
         due = self._deadlines.pop_through(self.now)
         expired = [self.end(key, RequestStatus.DEADLINE) for key in due]
         return tuple(request for request in expired if request is not None)
+
+    def compute_here(self, key: int) -> None:
+        """A request waits for the KV of another worker no longer, whether or not it has come."""
+        request = self.requests.get(key)
+        if request is not None and request.spec.remote_prefix is not None:
+            request.is_ready = True
 
     def _free_row(self, row: int) -> None:
         self.kv.release(row)

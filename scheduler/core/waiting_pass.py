@@ -189,11 +189,27 @@ class WaitingPass:
             return WaitReason.OUTPUT_IN_FLIGHT
         if not request.is_blocked:
             return None
+        if request.status is RequestStatus.WAITING_FOR_REMOTE_KV and not request.is_ready:
+            self._lease_blocks(request)
         if not request.is_ready:
             is_grammar = request.status is RequestStatus.WAITING_FOR_GRAMMAR
             return WaitReason.GRAMMAR if is_grammar else WaitReason.REMOTE_KV
         request.status = RequestStatus.WAITING
         return None
+
+    def _lease_blocks(self, request: Request) -> None:
+        """Lease blocks for what another worker has of the prompt, when there are enough.
+
+        A request that got none in time computes its whole prompt.
+        """
+        state, remote = self._state, request.spec.remote_prefix
+        if state.leases.of(request.key) is not None or remote is None:
+            return
+        if state.now >= remote.expires_at or not state.kv.is_looked_up(request):
+            request.is_ready = True
+            return
+        num_reserved = self._num_watermark_blocks if state.table.num_running else 0
+        state.leases.begin_import(request, num_reserved)
 
     def _fit(self, batch: StepBatch, request: Request) -> Fit | PassedOver:
         """The Fit of a request that can be admitted now, or why the request has to wait."""
@@ -264,6 +280,7 @@ class WaitingPass:
         )
         state.table.num_computed[row] = num_cached
         block_ids = state.kv.admit(row, fit.hit, fit.num_new_tokens)
+        state.leases.end_import_of(request.key)
         batch.grow([row] * len(block_ids), block_ids)
         batch.add(row, num_cached, fit.num_new_tokens, num_tokens, fit.num_drafts)
         if fit.is_long and self._config.long_prefill_share < 1:

@@ -41,12 +41,13 @@ class _Phase(IntEnum):
     CONTROL = 1
     ADD = 2
     READY = 3
-    CLIENT = 4
-    ABORT = 5
-    SCHEDULE = 6
-    ABORT_MID = 7
-    UPDATE = 8
-    DRAFTS = 9
+    LEASE = 4
+    CLIENT = 5
+    ABORT = 6
+    SCHEDULE = 7
+    ABORT_MID = 8
+    UPDATE = 9
+    DRAFTS = 10
 
 
 _ONCE = frozenset({_Phase.SCHEDULE, _Phase.UPDATE, _Phase.DRAFTS})
@@ -100,6 +101,16 @@ class Recorder(SchedulerCore):
         if self._enter(_Phase.READY):
             self._step.setdefault("ready", []).append(request_id)
         super().mark_ready(request_id)
+
+    def commit_lease(self, lease_id: int) -> None:
+        if self._enter(_Phase.LEASE):
+            self._step.setdefault("leases", []).append(["commit", lease_id])
+        super().commit_lease(lease_id)
+
+    def end_lease(self, lease_id: int) -> None:
+        if self._enter(_Phase.LEASE):
+            self._step.setdefault("leases", []).append(["end", lease_id])
+        super().end_lease(lease_id)
 
     def pause_request(self, key: int) -> int | None:
         self._note_client("pause", key)
@@ -162,6 +173,8 @@ class Recorder(SchedulerCore):
             "sampled": {name: tokens for name, tokens in sampled.items() if tokens},
             "out": self._output_record(output),
         }
+        if any(request.export_lease_id is not None for request in output.finished):
+            record["now"] = now  # from which the leases run
         self._step["update"] = record
         stats = self.take_prefix_cache_stats()
         counts = [getattr(stats, field) for field in stats.__slots__]
@@ -313,6 +326,11 @@ class Recorder(SchedulerCore):
             blocks.setdefault(name_by_row[row], []).append(block_id)
         if blocks:
             record["blocks"] = blocks
+        leases = {
+            "begun_leases": [[lease.lease_id, *lease.block_ids] for lease in plan.begun_leases],
+            "ended_leases": list(plan.ended_leases),
+        }
+        record |= {field: value for field, value in leases.items() if value}
         common_prefix = self.state.kv.num_common_prefix_blocks()
         if common_prefix:
             record["common_prefix"] = common_prefix

@@ -26,7 +26,7 @@ from scheduler.replay.trace import TraceRecord, trace_config, trace_request
 # Fields are compared in this order, the order in which the core decides them.
 _SCHED_FIELDS = (
     "tokens", "computed", "new", "resumed", "hit", "preempted", "preempt_info", "spec", "blocks",
-    "finished_ids", "common_prefix", "free",
+    "begun_leases", "ended_leases", "finished_ids", "common_prefix", "free",
 )  # fmt: skip
 _STATE_FIELDS = (
     *("free", "free_crc", "free_head"),
@@ -129,7 +129,7 @@ class Replay:
                 token_ids=_int32([token for tokens in sampled for token in tokens]),
                 failed_rows=tuple(rows[names.index(name)] for name in failed),
             ),
-            self._now,
+            update.get("now", self._now),
         )
 
     def _drafts(self, drafts: dict[str, list[int]]) -> None:
@@ -165,6 +165,11 @@ def apply_inputs(
         add(name, step.get("now", 0.0))
     for name in step.get("ready", ()):
         core.mark_ready(name)
+    for action, lease_id in step.get("leases", ()):
+        if action == "commit":
+            core.commit_lease(lease_id)
+        else:
+            core.end_lease(lease_id)
     for action, name in step.get("client", ()):
         if action == "pause":
             core.pause_request(key_by_name[name])

@@ -57,6 +57,14 @@ class RepetitionRecord(TypedDict):
     min_count: Count
 
 
+class RemotePrefixRecord(TypedDict):
+    """The KV of a request that another worker has."""
+
+    source: str
+    num_blocks: Count
+    expires_at: float
+
+
 class TracedRequest(TypedDict):
     """A request."""
 
@@ -74,6 +82,8 @@ class TracedRequest(TypedDict):
     deadline: NotRequired[float | None]
     blocked_until: NotRequired[int]
     repetition: NotRequired[RepetitionRecord | None]
+    remote_prefix: NotRequired[RemotePrefixRecord]
+    export_s: NotRequired[float]
 
 
 class PlanRecord(TypedDict):
@@ -88,6 +98,8 @@ class PlanRecord(TypedDict):
     preempt_info: NotRequired[list[list[str | int]]]
     spec: NotRequired[dict[str, TokenIds]]
     blocks: NotRequired[dict[str, list[Count]]]
+    begun_leases: NotRequired[list[list[Count]]]
+    ended_leases: NotRequired[list[Count]]
     finished_ids: NotRequired[Names]
     common_prefix: NotRequired[Count]
     free: Count
@@ -110,6 +122,7 @@ class UpdateRecord(TypedDict):
     sampled: dict[str, TokenIds]
     out: list[OutputRecord]
     pc: NotRequired[list[Count]]
+    now: NotRequired[float]
     failed: NotRequired[Names]
 
 
@@ -136,6 +149,7 @@ class StepRecord(TypedDict):
     ctl: NotRequired[list[list[str | bool | Names]]]
     add: NotRequired[Names]
     ready: NotRequired[Names]
+    leases: NotRequired[list[tuple[Literal["commit", "end"], Count]]]
     client: NotRequired[list[list[str]]]
     abort: NotRequired[Names]
     sched: NotRequired[PlanRecord]
@@ -178,6 +192,26 @@ class FlightRecord(TypedDict):
     num_drafts: list[Count] | None
 
 
+class LeaseRecord(TypedDict):
+    """Blocks in transfer; request is None for the export of a request that has ended."""
+
+    id: Count
+    request: str | None
+    source: str
+    blocks: list[Count]
+    num_present: Count
+    expires_at: float
+    is_committed: bool
+
+
+class LeasesRecord(TypedDict):
+    """All leases, how many there have been, and those whose end no plan has named yet."""
+
+    num_begun: Count
+    ended: list[Count]
+    live: list[LeaseRecord]
+
+
 class SnapshotRecord(TypedDict):
     """A core's whole state."""
 
@@ -195,6 +229,7 @@ class SnapshotRecord(TypedDict):
     free_blocks: list[Count]
     cached: list[tuple[str, list[Count]]]
     flights: list[FlightRecord]
+    leases: NotRequired[LeasesRecord]
 
 
 class StartRecord(TypedDict):

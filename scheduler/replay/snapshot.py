@@ -6,13 +6,14 @@ in the recording, whose `requests` hold their specs.
 
 import base64
 import zlib
+from collections.abc import Sequence
 from dataclasses import astuple
 from itertools import count, islice
 
 import numpy as np
 
 from scheduler.core.explain import History
-from scheduler.core.plan import NewRequest, Pause, PrefixCacheStats, RequestStatus
+from scheduler.core.plan import Lease, NewRequest, Pause, PrefixCacheStats, RequestStatus
 from scheduler.core.request import NO_ROW, Request
 from scheduler.core.request_table import NO_ADMISSION
 from scheduler.core.state import Flight, SchedulerState
@@ -28,6 +29,8 @@ _STATUS_LETTERS = {
 }
 
 NUM_FREE_HEAD = 4
+# The key of an ended request, whose lease lives on.
+_ENDED = -1
 
 
 def take(state: SchedulerState, name_by_key: dict[int, str]) -> TraceRecord:
@@ -56,6 +59,7 @@ def take(state: SchedulerState, name_by_key: dict[int, str]) -> TraceRecord:
             for digest, block_ids in sorted(state.kv.pool.cached_blocks())
         ],
         "flights": [_flight_record(state, flight, name_by_key) for flight in state.flights],
+        **({"leases": _leases_record(state, name_by_key)} if state.leases.num_begun else {}),
     }
 
 
@@ -87,8 +91,16 @@ def restore(
         state.queues.hold(requests[name])
     for name in snapshot.get("paused", ()):
         state.queues.pause(requests[name])
+    leases = snapshot.get("leases", {"num_begun": 0, "ended": [], "live": []})
+    held += [record["blocks"] for record in leases["live"]]
     cached = [(base64.b64decode(digest), block_ids) for digest, block_ids in snapshot["cached"]]
     state.kv.pool.restore(snapshot["free_blocks"], held, cached)
+    state.leases.restore(
+        leases["num_begun"],
+        leases["ended"],
+        [_restored_lease(state, record, requests) for record in leases["live"]],
+        {record["id"] for record in leases["live"] if record["is_committed"]},
+    )
     # Fresh ids for past admissions, whose output in flight is stale or dropped.
     past = count(NO_ADMISSION - 1, -1)
     for record in snapshot["flights"]:
@@ -159,6 +171,46 @@ def _restore_row(state: SchedulerState, request: Request, record: TraceRecord) -
     table.is_prefill_chunk[row] = record["is_prefill_chunk"]
     request.history.admitted(state.step_id, state.now, record["num_computed"], is_resumed=True)
     state.kv.set_events(row)
+
+
+def _leases_record(state: SchedulerState, name_by_key: dict[int, str]) -> TraceRecord:
+    leases = state.leases
+    return {
+        "num_begun": leases.num_begun,
+        "ended": list(leases.ended),
+        "live": [
+            {
+                "id": lease.lease_id,
+                "request": name_by_key[lease.key] if lease.is_import else None,
+                "source": lease.source,
+                "blocks": list(lease.block_ids),
+                "num_present": lease.num_present,
+                "expires_at": lease.expires_at,
+                "is_committed": leases.is_committed(lease),
+            }
+            for lease in leases
+        ],
+    }
+
+
+def _restored_lease(
+    state: SchedulerState, record: TraceRecord, requests: dict[str, Request]
+) -> Lease:
+    request = None if record["request"] is None else requests[record["request"]]
+    digests: Sequence[bytes | None]
+    if request is None:
+        digests = [state.kv.pool.digests[block_id] for block_id in record["blocks"]]
+    else:
+        digests = request.block_hashes.digests[: len(record["blocks"])]
+    return Lease(
+        record["id"],
+        _ENDED if request is None else request.key,
+        record["source"],
+        tuple(record["blocks"]),
+        tuple(digest for digest in digests if digest is not None),
+        record["num_present"],
+        record["expires_at"],
+    )
 
 
 def _flight_record(

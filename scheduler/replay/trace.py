@@ -7,11 +7,12 @@ an update, `long_prefill_share` in the config, and `deadline`, `output` and `eos
 request.
 """
 
+from dataclasses import asdict
 from typing import Any
 
 import numpy as np
 
-from scheduler.core.plan import NewRequest, RepetitionLimit, SchedulerConfig
+from scheduler.core.plan import NewRequest, RemotePrefix, RepetitionLimit, SchedulerConfig
 from scheduler.core.policy import POLICIES, policy_name
 
 TraceRecord = dict[str, Any]
@@ -60,10 +61,13 @@ def request_record(request: NewRequest, arrival: int) -> TraceRecord:
         "eos_token_ids": list(request.eos_token_ids),
         "output": request.output_token_ids.tolist(),
         "deadline": request.deadline,
+        "export_s": request.export_s,
     }
     record |= {name: value for name, value in optional.items() if value}
     if request.needs_grammar:
         record["blocked_until"] = arrival
+    if request.remote_prefix is not None:
+        record["remote_prefix"] = asdict(request.remote_prefix)
     if request.repetition is not None:
         limit = request.repetition
         record["repetition"] = {
@@ -94,6 +98,7 @@ def trace_request(trace: TraceRecord, request_id: str, key: int) -> NewRequest:
         [trace["eos_token_id"]] if record.get("use_eos") else []
     )
     repetition = record.get("repetition")
+    remote_prefix = record.get("remote_prefix")
     return NewRequest(
         key=key,
         request_id=request_id,
@@ -110,4 +115,6 @@ def trace_request(trace: TraceRecord, request_id: str, key: int) -> NewRequest:
         deadline=record.get("deadline"),
         needs_grammar="blocked_until" in record,
         repetition=RepetitionLimit(**repetition) if repetition else None,
+        remote_prefix=RemotePrefix(**remote_prefix) if remote_prefix else None,
+        export_s=record.get("export_s", 0.0),
     )

@@ -13,6 +13,7 @@ from hypothesis.stateful import RuleBasedStateMachine, initialize, invariant, pr
 from scheduler.core.plan import (
     NewRequest,
     Pause,
+    RemotePrefix,
     RepetitionLimit,
     SchedulerConfig,
     StepPlan,
@@ -78,6 +79,8 @@ def random_request(
         needs_grammar=maybe(0.15, True, False),
         deadline=maybe(0.1, now + 12.0, None),
         repetition=maybe(0.2, RepetitionLimit(2, 1, 3), None),
+        remote_prefix=maybe(0.3, RemotePrefix("w2", int(random.integers(1, 9)), now + 9.0), None),
+        export_s=maybe(0.2, 6.0, 0.0),
     )
 
 
@@ -115,7 +118,8 @@ class SchedulerMachine(RuleBasedStateMachine):
             if self.core.refusal(num_tokens, request.max_tokens) is not None:
                 continue
             self.num_added += 1
-            self.unblocked[request.key] = not request.needs_grammar
+            is_blocked = request.needs_grammar or request.remote_prefix is not None
+            self.unblocked[request.key] = not is_blocked
             for core in self.cores:
                 core.add_request(request, self.now)
 
@@ -215,7 +219,7 @@ class SchedulerMachine(RuleBasedStateMachine):
                 core.mark_ready(f"r{key}")
             self._continue(key)
         for _ in range(1500):
-            if not self.core.has_unfinished:
+            if not self.core.has_unfinished and not len(self.core.state.leases):
                 break
             self.steps(1, throttle=False, mid="")
         while self.flights:
@@ -287,6 +291,19 @@ class SchedulerMachine(RuleBasedStateMachine):
         self.ended |= {one.key for one in plan.expired}
         flight = next((f for f in self.core.state.flights if f.step_id == plan.step_id), None)
         self.flights.append((plan, flight))
+        self._end_transfers()
+
+    def _end_transfers(self) -> None:
+        """Some transfers end, most of them well."""
+        for lease in list(self.core.state.leases):
+            chance = self.random.random()
+            if chance < 0.3 and lease.is_import and not self.core.state.leases.is_committed(lease):
+                self.worker.receive(lease)
+                for core in self.cores:
+                    core.commit_lease(lease.lease_id)
+            elif chance > 0.9:
+                for core in self.cores:
+                    core.end_lease(lease.lease_id)
 
     def _check_nobody_is_forgotten(self, plan: StepPlan, keys: list[int]) -> None:
         """Every waiting request has a reason: its own, or that of the head it is behind."""

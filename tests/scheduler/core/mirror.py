@@ -2,7 +2,7 @@
 
 import numpy as np
 
-from scheduler.core.plan import SchedulerConfig, StepPlan
+from scheduler.core.plan import Lease, SchedulerConfig, StepPlan
 from scheduler.core.scheduler import SchedulerCore
 
 
@@ -14,8 +14,14 @@ class MirroredWorker:
 
     def __init__(self, config: SchedulerConfig) -> None:
         self.tables: dict[int, list[int]] = {}
+        self.leases: dict[int, Lease] = {}
         self._block_size = config.block_size
         self._is_written = np.zeros((config.num_gpu_blocks, config.block_size), dtype=np.bool_)
+
+    def receive(self, lease: Lease) -> None:
+        """The transfer of an import is complete; it must be one that the plans have told of."""
+        assert lease.lease_id in self.leases, "the lease has ended, or was never begun"
+        self._is_written[list(lease.missing_block_ids)] = True
 
     def apply(self, plan: StepPlan) -> None:
         """Free, place and append as the worker does, then run; an empty plan is not sent."""
@@ -23,6 +29,11 @@ class MirroredWorker:
             assert not plan.row_requests
             assert not len(plan.appended_block_rows)
             return
+        for lease_id in plan.ended_leases:
+            self.leases.pop(lease_id, None)
+        for lease in plan.begun_leases:
+            self.leases[lease.lease_id] = lease
+            self._is_written[list(lease.missing_block_ids)] = False
         for row in plan.freed_rows.tolist():
             assert row in self.tables, f"row {row} is freed and was empty"
             del self.tables[row]
@@ -46,6 +57,13 @@ class MirroredWorker:
             if len(self.tables[row]) * self._block_size > steps[row][0]:  # no prefix hit
                 self._is_written[block_id] = False
         assert steps.keys() <= self.tables.keys(), "an empty row advances"
+        leased = {block for lease in self.leases.values() for block in lease.block_ids}
+        written = {
+            self.tables[row][p // self._block_size]
+            for row, (start, end) in steps.items()
+            for p in range(start, end)
+        }
+        assert not written & leased, "a step writes to a block that is being transferred"
         # A step writes the KV of all its tokens before it reads any.
         for row, (start, end) in steps.items():
             self._is_written[self._slots(row, start, end)] = True
