@@ -368,7 +368,7 @@ class WorkerEngine:
         when = None
         if self._in_flight:
             when = self._last_progress_s + self._step_timeout_s
-        elif self._core.has_unfinished or self._core.has_freed_rows:
+        elif self._core.has_unfinished or self._core.has_news:
             when = asyncio.get_running_loop().time() + _STUCK_RETRY_S
         try:
             async with asyncio.timeout_at(when):

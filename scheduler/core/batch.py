@@ -157,6 +157,12 @@ class StepBatch:
         )
         self._tail = []
 
+    def facts(self) -> StepFacts:
+        """Why the step looks as it does."""
+        if not self.victims and not self.passed_over and not self.num_behind_head:
+            return NO_FACTS
+        return StepFacts(tuple(self.passed_over), tuple(self.victims), self.num_behind_head)
+
 
 def _joined(parts: list[BatchColumns]) -> BatchColumns:
     num_drafts = None
@@ -174,9 +180,3 @@ def _joined(parts: list[BatchColumns]) -> BatchColumns:
         np.concatenate([part.goals for part in parts]),
         num_drafts,
     )
-
-    def facts(self) -> StepFacts:
-        """Why the step looks as it does."""
-        if not self.victims and not self.passed_over and not self.num_behind_head:
-            return NO_FACTS
-        return StepFacts(tuple(self.passed_over), tuple(self.victims), self.num_behind_head)

@@ -48,9 +48,9 @@ class Leases:
         return iter(self._leases.values())
 
     @property
-    def has_news(self) -> bool:
-        """Whether the worker has to be told of leases that began or ended."""
-        return bool(self._begun or self.ended)
+    def has_any(self) -> bool:
+        """Whether there are leases, or ends of leases that no plan has named."""
+        return bool(self._leases or self.ended)
 
     def is_committed(self, lease: Lease) -> bool:
         """Whether all blocks of a lease have their contents."""

@@ -8,7 +8,8 @@ replay. These features are reached by recordings only; no service sets them toda
 
 * spec_kind "draft" and "eagle" (lookahead slots), drafts in a pipeline, `update_drafts`;
 * enable_chunked_prefill and reserve_full_sequence set to False, pipeline_depth above 2;
-* `needs_grammar` with `mark_ready`, WAITING_FOR_REMOTE_KV, repetition limits;
+* `needs_grammar` with `mark_ready`, repetition limits;
+* leases (`remote_prefix`, `export_s`), which are not in recordings of vLLM;
 * throttle_prefills, `set_pause`, `reset_prefix_cache`, `num_common_prefix_blocks`.
 """
 

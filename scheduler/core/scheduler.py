@@ -84,9 +84,9 @@ class SchedulerCore:
         return bool(self.state.requests)
 
     @property
-    def has_freed_rows(self) -> bool:
-        """Whether the worker has not been told of some rows that are free."""
-        return bool(self.state.freed_rows)
+    def has_news(self) -> bool:
+        """Whether a later plan has to tell the worker of rows that are free or leases that end."""
+        return bool(self.state.freed_rows or self.state.leases.has_any)
 
     def add_request(self, request: NewRequest, now: float) -> None:
         """Queue a request; `refusal` must have returned None for it."""

@@ -64,12 +64,12 @@ def test_a_freed_row_does_not_wait_long_for_a_plan_to_go_with(make_core: MakeCor
     driver.add(new_request(0, max_tokens=1))
     driver.step()
     assert not driver.step().is_worth_sending
-    assert core.has_freed_rows
+    assert core.has_news
     driver.now += 1.0
     plan = driver.step()
     assert plan.is_worth_sending
     assert plan.freed_rows.tolist() == [0]
-    assert not core.has_freed_rows
+    assert not core.has_news
 
 
 def test_a_freed_row_may_be_used_again_by_the_same_plan(make_core: MakeCore) -> None:
