@@ -37,8 +37,8 @@ class Leases:
         self._committed: set[int] = set()
         # Also the id of the next lease.
         self.num_begun = 0
-        self._begun: list[Lease] = []
-        # Leases whose end no plan has named yet.
+        # Leases whose beginning, and whose end, no plan has named yet.
+        self.begun: list[Lease] = []
         self.ended: list[int] = []
 
     def __len__(self) -> int:
@@ -139,9 +139,9 @@ class Leases:
 
         A lease that did both is not among those that began.
         """
-        begun = tuple(lease for lease in self._begun if lease.lease_id in self._leases)
+        begun = tuple(lease for lease in self.begun if lease.lease_id in self._leases)
         ended = tuple(self.ended)
-        self._begun.clear()
+        self.begun.clear()
         self.ended.clear()
         return begun, ended
 
@@ -159,22 +159,27 @@ class Leases:
         )
         self.num_begun += 1
         self._add(lease)
-        self._begun.append(lease)
+        self.begun.append(lease)
         return lease
 
     def restore(
         self,
         num_begun: int,
-        ended: Iterable[int],
         live: Iterable[Lease],
         committed: Iterable[int],
+        begun: Iterable[int],
+        ended: Iterable[int],
     ) -> None:
-        """Bring new Leases into a state, whose blocks are referenced already."""
+        """Bring new Leases into a state, whose blocks are referenced already.
+
+        committed, begun and ended are ids; plans have yet to name the last two.
+        """
         self.num_begun = num_begun
         self.ended.extend(ended)
         for lease in live:
             self._add(lease)
         self._committed.update(committed)
+        self.begun.extend(self._leases[lease_id] for lease_id in begun)
 
     def _add(self, lease: Lease) -> None:
         self._leases[lease.lease_id] = lease

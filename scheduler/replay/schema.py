@@ -205,9 +205,10 @@ class LeaseRecord(TypedDict):
 
 
 class LeasesRecord(TypedDict):
-    """All leases, how many there have been, and those whose end no plan has named yet."""
+    """All leases, how many there have been, and whose beginning or end no plan has named yet."""
 
     num_begun: Count
+    begun: list[Count]
     ended: list[Count]
     live: list[LeaseRecord]
 

@@ -91,15 +91,16 @@ def restore(
         state.queues.hold(requests[name])
     for name in snapshot.get("paused", ()):
         state.queues.pause(requests[name])
-    leases = snapshot.get("leases", {"num_begun": 0, "ended": [], "live": []})
+    leases = snapshot.get("leases", {"num_begun": 0, "begun": [], "ended": [], "live": []})
     held += [record["blocks"] for record in leases["live"]]
     cached = [(base64.b64decode(digest), block_ids) for digest, block_ids in snapshot["cached"]]
     state.kv.pool.restore(snapshot["free_blocks"], held, cached)
     state.leases.restore(
         leases["num_begun"],
-        leases["ended"],
         [_restored_lease(state, record, requests) for record in leases["live"]],
-        {record["id"] for record in leases["live"] if record["is_committed"]},
+        [record["id"] for record in leases["live"] if record["is_committed"]],
+        leases["begun"],
+        leases["ended"],
     )
     # Fresh ids for past admissions, whose output in flight is stale or dropped.
     past = count(NO_ADMISSION - 1, -1)
@@ -177,6 +178,7 @@ def _leases_record(state: SchedulerState, name_by_key: dict[int, str]) -> TraceR
     leases = state.leases
     return {
         "num_begun": leases.num_begun,
+        "begun": [lease.lease_id for lease in leases.begun if lease in leases],
         "ended": list(leases.ended),
         "live": [
             {

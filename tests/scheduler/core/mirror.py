@@ -57,7 +57,11 @@ class MirroredWorker:
             if len(self.tables[row]) * self._block_size > steps[row][0]:  # no prefix hit
                 self._is_written[block_id] = False
         assert steps.keys() <= self.tables.keys(), "an empty row advances"
-        leased = {block for lease in self.leases.values() for block in lease.block_ids}
+        leased = {
+            block
+            for lease in self.leases.values()
+            for block in (lease.missing_block_ids if lease.is_import else lease.block_ids)
+        }
         written = {
             self.tables[row][p // self._block_size]
             for row, (start, end) in steps.items()
