@@ -29,8 +29,11 @@ from benchmarks.deployment import Deployment, deployment
 from benchmarks.turns import take_turns
 from headrace.service import telemetry
 from headrace.service.metrics import Recorder
+from headrace.v1 import inference_pb2
 from router.metrics import DURATION
+from router.rpc import spans
 from scheduler.core.plan import (
+    EMPTY_INT32,
     NO_FACTS,
     FinishedRequest,
     RequestStatus,
@@ -85,42 +88,79 @@ def counting() -> Result:
 
 
 def tracing() -> Result:
-    """CPU microseconds of a request's spans in the scheduler, with a step of 64 that has a span.
+    """CPU microseconds of a request's spans in router and scheduler, sampled or not.
 
-    The exporter's thread counts, too; a collector gets what is exported.
+    The scheduler's are those of a request that waits, is admitted in a step of 64 and ends. The
+    exporter's thread counts, too; a collector gets what is exported.
     """
-    traceparent = f"00-{'a' * 32}-{'b' * 16}-01"
-    submission = Submission(
-        handle=0,
-        request_id="request 0",
-        prompt_token_ids=np.zeros(4, dtype=np.int32),
-        max_tokens=1,
-        sampling=None,
-        traceparent=traceparent,
-    )
-    owner: Any = None
-    request = LiveRequest(0, 1, submission, owner, submission.generated_token_ids)
-    facts = FinishedRequest(0, "request 0", RequestStatus.LENGTH_CAPPED, None, 0)
-    spans, plan, keys = RequestTraces(), _plan(), np.arange(_NUM_STREAMS)
+    scheduler, call = _SchedulerSpans(), inference_pb2.GenerateRequest(text="hello")
 
-    def one() -> None:
-        spans.submitted(request, "worker")
-        spans.admitted(request, 0, "worker", 1)
-        step = spans.begin_step(plan, keys, [request])
-        assert step is not None, "a step that admits a traced request has a span"
-        step.end()
-        spans.finished(request, facts, "", 100)
+    def one(traceparent: str) -> None:
+        with spans.generation(call, "request 0", "model", _Call(traceparent)) as span:
+            with telemetry.start_span("admission"), telemetry.start_span("tokenize"):
+                pass
+            if span.is_recording():
+                for stage in ("queue", "prefill", "decode", "detokenize"):
+                    telemetry.record_span(stage, span, 1.0, 2.0)
+            scheduler.run(telemetry.current_traceparent())
 
     with tempfile.TemporaryDirectory() as folder:
         collector = Deployment(Path(folder))
         address = collector.start("benchmarks.collector")
         exporting = telemetry.setup("benchmark", f"http://{address}")
         try:
-            us_per_request = _us_each(one, 2_000)
+            sampled, unsampled = (
+                _us_each(lambda flags=flags: one(f"00-{'a' * 32}-{'b' * 16}-{flags}"), 2_000)
+                for flags in ("01", "00")
+            )
         finally:
             exporting.shutdown()
             asyncio.run(collector.stop())
-    return {"us_per_sampled_request": round(us_per_request), "spans_of_each": 4}
+    return {
+        "us_per_sampled_request": round(sampled),
+        "us_per_other_request": round(unsampled),
+        "us_per_token_of_100_with_a_tenth": round((0.1 * sampled + 0.9 * unsampled) / 100, 2),
+    }
+
+
+class _Call:
+    """A call's context with the caller's trace."""
+
+    def __init__(self, traceparent: str) -> None:
+        self._metadata = (("traceparent", traceparent),)
+
+    def invocation_metadata(self) -> Any:
+        return self._metadata
+
+    def code(self) -> None:
+        return None
+
+
+class _SchedulerSpans:
+    """What the scheduler does for the traces of one request after the other."""
+
+    def __init__(self) -> None:
+        self._traces = RequestTraces()
+        self._plan, self._keys = _plan(), np.arange(_NUM_STREAMS)
+        self._facts = FinishedRequest(0, "request 0", RequestStatus.LENGTH_CAPPED, None, 0)
+
+    def run(self, traceparent: str) -> None:
+        submission = Submission(
+            handle=0,
+            request_id="request 0",
+            prompt_token_ids=EMPTY_INT32,
+            max_tokens=1,
+            sampling=None,
+            traceparent=traceparent,
+        )
+        owner: Any = None
+        request = LiveRequest(0, 1, submission, owner, submission.generated_token_ids)
+        self._traces.submitted(request, "worker")
+        self._traces.admitted(request, 0, "worker", 1)
+        step = self._traces.begin_step(self._plan, self._keys, [request])
+        if step is not None:
+            step.end()
+        self._traces.finished(request, self._facts, "", 100)
 
 
 def _us_each(work: Callable[[], None], num_times: int = _NUM_TIMED) -> float:
