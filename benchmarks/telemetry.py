@@ -49,6 +49,7 @@ from scheduler.updates import NO_DRAFTS
 
 _NUM_STREAMS = 64
 _NUM_TIMED = 20_000
+_NUM_TRACED = 100
 _TRACED = {
     "OTEL_TRACES_SAMPLER": "parentbased_traceidratio",
     "OTEL_TRACES_SAMPLER_ARG": "0.1",
@@ -104,15 +105,20 @@ def tracing() -> Result:
                     telemetry.record_span(stage, span, 1.0, 2.0)
             scheduler.run(telemetry.current_traceparent())
 
+    def some(exporting: telemetry.Telemetry) -> None:
+        # No more than the exporter's queue holds.
+        for _ in range(_NUM_TRACED):
+            one(f"00-{'a' * 32}-{'b' * 16}-01")
+        assert exporting.provider is not None, "an endpoint is given"
+        exporting.provider.force_flush()
+
     with tempfile.TemporaryDirectory() as folder:
         collector = Deployment(Path(folder))
         address = collector.start("benchmarks.collector")
         exporting = telemetry.setup("benchmark", f"http://{address}")
         try:
-            sampled, unsampled = (
-                _us_each(lambda flags=flags: one(f"00-{'a' * 32}-{'b' * 16}-{flags}"), 2_000)
-                for flags in ("01", "00")
-            )
+            unsampled = _us_each(lambda: one(f"00-{'a' * 32}-{'b' * 16}-00"), 2_000)
+            sampled = _us_each(lambda: some(exporting), 20) / _NUM_TRACED
         finally:
             exporting.shutdown()
             asyncio.run(collector.stop())
@@ -203,7 +209,7 @@ async def compare(step_ms: float, num_tokens: int, num_turns: int) -> Result:
         return await take_turns(stacks, num_tokens, num_turns)
 
 
-async def run(num_turns: int) -> Result:
+async def run(num_turns: int, *, is_paced: bool) -> Result:
     """Runs every measurement and prints each result at once."""
     results: Result = {}
     for title, measure in (("counting", counting), ("tracing", tracing)):
@@ -213,6 +219,8 @@ async def run(num_turns: int) -> Result:
         ("64 streams, steps at once", 0.0, 300),
         ("64 streams, a step every 20 ms", 20.0, 100),
     ):
+        if step_ms and not is_paced:
+            continue
         results[title] = await compare(step_ms, num_tokens, num_turns)
         click.echo(shown(title, results[title]))
     return results
@@ -220,13 +228,14 @@ async def run(num_turns: int) -> Result:
 
 @click.command(context_settings={"show_default": True})
 @click.option("--turns", default=60, help="Turns of each stack.")
+@click.option("--paced/--no-paced", "is_paced", default=True, help="Also with steps of 20 ms.")
 @click.option("--json", "json_file", type=click.Path(path_type=Path), help="Figures as JSON.")
-def main(turns: int, json_file: Path | None) -> None:
+def main(turns: int, json_file: Path | None, *, is_paced: bool) -> None:
     """Measure what metrics and traces cost on this machine."""
     os.environ["HEADRACE_PARENT_DEATH"] = "1"
     os.environ.update(_TRACED)
     with asyncio.Runner(loop_factory=uvloop.new_event_loop) as runner:
-        results = runner.run(run(turns))
+        results = runner.run(run(turns, is_paced=is_paced))
     if json_file is not None:
         json_file.write_text(json.dumps(results, indent=2) + "\n", encoding="utf-8")
 

@@ -1,11 +1,14 @@
 """The measurements of the control plane, a few tokens each: what they count, not how fast it is."""
 
+import random
+
 import pytest
 
 from benchmarks.control import paced, short_requests, shown, streams
 from benchmarks.deployment import bare_server, deployment
 from benchmarks.soak import soak
 from benchmarks.store import compare
+from benchmarks.turns import median_of, quiet_difference
 
 pytestmark = [pytest.mark.system]
 
@@ -55,3 +58,18 @@ async def test_turns_with_and_without_a_store_have_the_same_tokens():
         median, least, most = result[name]
         assert 0 < least <= median <= most
     assert "store" not in result["cpu_us, no store"]
+
+
+def test_a_small_difference_is_found_among_turns_that_are_disturbed():
+    chance = random.Random(3)
+    pairs = [tuple(cost + chance.expovariate(1 / 6) for cost in (32.0, 30.0)) for _ in range(400)]
+    for difference, least, most in (
+        quiet_difference(pairs),
+        median_of([with_it - without for with_it, without in pairs]),
+    ):
+        assert least < 2 < most
+        assert least < difference < most
+    assert quiet_difference(pairs)[1] > 0
+    same = [(a, a) for a, _ in pairs]
+    assert quiet_difference(same) == [0, 0, 0]
+    assert median_of([5.0]) == [5, 5, 5]
