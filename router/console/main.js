@@ -22,7 +22,8 @@ window.headrace = { stats, state };
 const now = () => Date.now() / 1000 + state.offset;
 function clock(time, isFine) {
   if (state.recording && time < 1e6) return `${time.toFixed(isFine ? 3 : 1)} s`;
-  const date = new Date(time * 1000), text = date.toLocaleTimeString([], { hour12: false });
+  const date = new Date(time * 1000), two = (number) => String(number).padStart(2, "0");
+  const text = `${two(date.getHours())}:${two(date.getMinutes())}:${two(date.getSeconds())}`;
   return isFine ? `${text}.${String(date.getMilliseconds()).padStart(3, "0")}` : text;
 }
 function dirty() {
@@ -61,7 +62,11 @@ function render() {
 }
 
 function drawFigures(bins) {
-  const sum = (values) => values.reduce((all, value) => all + value, 0);
+  const sum = (values) => {
+    let all = 0;
+    for (let i = 0; i < values.length; i++) all += values[i];
+    return all;
+  };
   const of = sum(bins.duration), tokens = bins.uses.map(sum), budget = sum(tokens) || 1;
   const entries = [];
   const { pool } = state;
@@ -426,7 +431,7 @@ function take(message, fields) {
       const byReason = step[fields.length - 1];
       let waiting = 0;
       for (const reason in byReason) waiting += byReason[reason];
-      state.store.add(worker.worker_id, [...order(fields).map((i) => step[i]), waiting], waiting ? byReason : null);
+      state.store.add(worker.worker_id, step, waiting, waiting ? byReason : null, order(fields));
     }
   }
   dirty();

@@ -119,7 +119,7 @@ export class Recording {
     const free = sched.free, held = this.numBlocks - free;
     this.open = {
       time, rows, queue, number,
-      values: [prefill, decode, speculative, Math.max(0, this.budget - prefill - decode - speculative), 0, rows.length, (state.running ?? rows).length, sched.preempt_info?.length ?? 0, held, 0, free, queue.length],
+      values: [prefill, decode, speculative, Math.max(0, this.budget - prefill - decode - speculative), 0, rows.length, (state.running ?? rows).length, sched.preempt_info?.length ?? 0, held, 0, free],
     };
   }
 
@@ -132,7 +132,7 @@ export class Recording {
     this.lastPosition = position;
     const reasons = {};
     for (const [, reason] of open.queue) reasons[reason] = (reasons[reason] ?? 0) + 1;
-    this.store.add(this.name, [position, open.number, open.time, duration, 0, ...open.values], reasons);
+    this.store.add(this.name, [position, open.number, open.time, duration, 0, ...open.values], open.queue.length, reasons);
     this.batches.set(position, open.rows);
     this.queues.set(position, open.queue);
     this.num++;

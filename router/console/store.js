@@ -12,6 +12,8 @@ export const OWNERS = ["held", "cached", "empty"];
 const MAX_STEPS = 160_000;
 const MAX_OF_WORKER = 20_000;
 
+const IN_ORDER = COLUMNS.map((_, column) => column);
+
 class Ring {
   constructor() {
     this.capacity = 256;
@@ -53,10 +55,13 @@ class Ring {
     return step;
   }
 
-  push(values, reasons, limit) {
+  // values[places[column]] is a column's value, but for the last column, which is `waiting`.
+  push(values, places, waiting, reasons, limit) {
     if (this.size === this.capacity && this.capacity < limit) this.#resize(Math.min(2 * this.capacity, limit));
     if (this.capacity > limit) this.#resize(limit);
-    for (let column = 0; column < COLUMNS.length; column++) this.columns[column][this.head] = values[column];
+    const last = COLUMNS.length - 1;
+    for (let column = 0; column < last; column++) this.columns[column][this.head] = values[places[column]];
+    this.columns[last][this.head] = waiting;
     this.reasons[this.head] = reasons;
     this.head = (this.head + 1) % this.capacity;
     this.size = Math.min(this.size + 1, this.capacity);
@@ -80,13 +85,13 @@ export class Store {
     this.rings = new Map();
   }
 
-  add(worker, values, reasons) {
+  add(worker, values, waiting, reasons, places = IN_ORDER) {
     let ring = this.rings.get(worker);
     if (!ring) this.rings.set(worker, ring = new Ring());
     // A step that the page has already is one of a stream that began again.
-    if (ring.size && values[0] <= ring.at(0, ring.size - 1)) return;
+    if (ring.size && values[places[0]] <= ring.at(0, ring.size - 1)) return;
     const limit = Math.max(64, Math.min(MAX_OF_WORKER, Math.floor(MAX_STEPS / this.rings.size)));
-    ring.push(values, reasons, limit);
+    ring.push(values, places, waiting, reasons, limit);
   }
 
   // The last position of each worker, to go on from.
@@ -118,21 +123,30 @@ export class Store {
     const width = (end - begin) / num, sum = () => new Float64Array(num);
     const found = { num, begin, end, steps: sum(), uses: USES.map(sum), gap: sum(), duration: sum(), generated: sum(), preemptions: sum(), owners: OWNERS.map(sum), total: 0 };
     for (const [, ring] of this.ringsOf(worker)) {
-      let i = ring.countUntil(begin), bin = 0;
-      const last = ring.countUntil(end);
+      const { columns, capacity } = ring, first = ring.countUntil(begin), last = ring.countUntil(end);
+      const [positions, , , duration, gap] = columns, [, , , , , , , , , generated, , , preempted, held, cached, empty] = columns;
+      // Where the i-th oldest step is; the columns are read as they lie, which is ten times faster.
+      let i = first, at = (ring.head - ring.size + i + capacity) % capacity;
       // Blocks stay as they were until the next step says otherwise.
-      let blocks = i ? i - 1 : -1;
-      for (; bin < num; bin++) {
-        const edge = bin === num - 1 ? end : begin + (bin + 1) * width;
-        for (; i < last && ring.end(i) <= edge; i++) {
-          found.steps[bin]++; found.total++;
-          for (let use = 0; use < 4; use++) found.uses[use][bin] += ring.at(5 + use, i);
-          found.gap[bin] += ring.at(4, i); found.duration[bin] += ring.at(3, i);
-          found.generated[bin] += ring.at(9, i); found.preemptions[bin] += ring.at(12, i);
-          blocks = i;
+      let blocks = i ? (at + capacity - 1) % capacity : -1;
+      for (let bin = 0; bin < num; bin++) {
+        const edge = 1e6 * (bin === num - 1 ? end : begin + (bin + 1) * width);
+        for (; i < last && positions[at] <= edge; i++) {
+          found.steps[bin]++;
+          for (let use = 0; use < 4; use++) found.uses[use][bin] += columns[5 + use][at];
+          found.gap[bin] += gap[at];
+          found.duration[bin] += duration[at];
+          found.generated[bin] += generated[at];
+          found.preemptions[bin] += preempted[at];
+          blocks = at;
+          if (++at === capacity) at = 0;
         }
-        if (blocks >= 0) for (let owner = 0; owner < 3; owner++) found.owners[owner][bin] += ring.at(13 + owner, blocks);
+        if (blocks < 0) continue;
+        found.owners[0][bin] += held[blocks];
+        found.owners[1][bin] += cached[blocks];
+        found.owners[2][bin] += empty[blocks];
       }
+      found.total += last - first;
     }
     return found;
   }
