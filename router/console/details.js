@@ -9,13 +9,13 @@ export function make(name, text, className) {
   return made;
 }
 
-// columns: [name, is text]; rows: arrays of text or elements.
+// columns: [name, class], where a "text" may be broken and a "word" not; rows: arrays of text or elements.
 export function table(caption, columns, rows) {
   const made = make("table");
   made.append(make("caption", caption, "hidden"));
   const head = made.createTHead().insertRow();
-  for (const [name, isText] of columns) {
-    const cell = make("th", name, isText ? "text" : "");
+  for (const [name, className] of columns) {
+    const cell = make("th", name, className);
     cell.scope = "col";
     head.append(cell);
   }
@@ -24,7 +24,7 @@ export function table(caption, columns, rows) {
     const line = body.insertRow();
     row.forEach((value, at) => {
       const cell = line.insertCell();
-      if (columns[at][1]) cell.className = "text";
+      cell.className = columns[at][1] ?? "";
       cell.append(value);
     });
   }
@@ -35,7 +35,7 @@ export function batch(step, rows, explain) {
   const kind = (name) => name.replace(/^KIND_/, "").toLowerCase().replace("_", " ");
   const facts = make("p", `${seconds(step.duration_s)}${step.gap_s ? ` after a gap of ${seconds(step.gap_s)}` : ""}. Budget: ${step.prefill_tokens} prefill, ${step.decode_tokens} decode, ${step.speculative_tokens} speculative, ${step.idle_tokens} idle. ${step.num_running} running, ${step.num_waiting} waiting${reasons(step.num_waiting_by_reason)}. KV blocks: ${step.kv_blocks_held} of requests, ${step.kv_blocks_cached} cached, ${step.kv_blocks_empty} empty.${step.num_preemptions ? ` ${step.num_preemptions} preempted.` : ""}`, "note");
   if (!rows) return [facts];
-  const made = table("Requests of the step", [["request", true], ["kind", true], ["tokens"], ["drafts"], ["computed before"]], rows.map((row) => {
+  const made = table("Requests of the step", [["request", "text"], ["kind", "word"], ["tokens"], ["drafts"], ["computed"]], rows.map((row) => {
     const name = make("button", row.request_id, "row-button");
     name.type = "button";
     name.addEventListener("click", () => explain(row.request_id));
@@ -58,14 +58,14 @@ export function timeline(found, clock) {
       const bar = make("div", undefined, "bar"), fill = make("i");
       fill.style.width = `${100 * part.seconds / (found.total_s || 1)}%`;
       bar.append(fill);
-      parts.append(make("b", part.stage + (part.cause ? ` (${part.cause.toLowerCase().replaceAll("_", " ")})` : "")), bar, make("span", seconds(part.seconds)));
+      parts.append(make("b", part.stage.toLowerCase().replaceAll("_", " ") + (part.cause ? ` (${part.cause.toLowerCase().replaceAll("_", " ")})` : "")), bar, make("span", seconds(part.seconds)));
     }
     made.push(parts);
   }
   const waited = Object.entries(found.steps_waited_by_cause ?? {});
   if (waited.length) made.push(make("p", `Waited, in steps: ${waited.map(([cause, num]) => `${num} ${cause.toLowerCase().replaceAll("_", " ")}`).join(", ")}.`, "note"));
-  made.push(table("Timeline", [["time", true], ["event", true], ["steps", true], ["tokens"], ["", true]], found.events.map((event) => [
-    event.time_unix_s ? clock(event.time_unix_s, true) : "", event.kind,
+  made.push(table("Timeline", [["time", "word"], ["event", "word"], ["steps", "word"], ["tokens"], ["detail", "text"]], found.events.map((event) => [
+    event.time_unix_s ? clock(event.time_unix_s, true) : "", event.kind.toLowerCase(),
     event.first_step === event.last_step ? `${event.first_step}` : `${event.first_step}–${event.last_step}`,
     Number(event.num_tokens) || "", event.detail + (event.duration_s ? ` (${seconds(event.duration_s)})` : ""),
   ])));

@@ -13,7 +13,7 @@ const NUM_TABLE_ROWS = 60;
 
 const state = {
   store: new Store(), recording: null, pool: null, offset: 0, worker: "", window: 60, paused: null,
-  selected: null, queue: { total: 0, pages: new Map() }, failure: "", lastHeard: 0, isDirty: true,
+  selected: null, queue: { total: 0, pages: new Map() }, failure: "", lastHeard: 0, numGaps: 0, end: 0, isDirty: true,
 };
 // For people and tests who measure.
 const stats = { num_renders: 0, last_render_ms: 0, max_render_ms: 0 };
@@ -21,7 +21,8 @@ window.headrace = { stats, state };
 
 const now = () => Date.now() / 1000 + state.offset;
 function clock(time, isFine) {
-  if (state.recording && time < 1e6) return `${time.toFixed(isFine ? 3 : 1)} s`;
+  // A recording of another program counts from 0.
+  if (state.recording && time < 1e6) return time < -1e-9 ? "" : `${time.toFixed(isFine ? 3 : 1)} s`;
   const date = new Date(time * 1000), two = (number) => String(number).padStart(2, "0");
   const text = `${two(date.getHours())}:${two(date.getMinutes())}:${two(date.getSeconds())}`;
   return isFine ? `${text}.${String(date.getMilliseconds()).padStart(3, "0")}` : text;
@@ -48,10 +49,12 @@ function render() {
   const began = performance.now();
   state.isDirty = false;
   const [begin, end, num] = shown();
+  state.end = end;
   const bins = state.store.bins(state.worker, begin, end, num);
   drawFigures(bins);
-  const isSingle = drawSteps($("steps"), state.store, state.worker, bins, state.selected, clock);
-  drawBlocks($("kv"), bins, clock);
+  const label = (time) => clock(time, state.window <= 1);
+  const isSingle = drawSteps($("steps"), state.store, state.worker, bins, state.selected, label);
+  drawBlocks($("kv"), bins, label);
   notes(bins, isSingle);
   tables(begin, end, bins);
   drawLists(end);
@@ -104,7 +107,7 @@ function notes(bins, isSingle) {
   $("steps-empty").hidden = !isEmpty || !$("steps-table").hidden;
   $("steps").hidden = !$("steps-table").hidden || isEmpty;
   text("steps-empty", emptyText());
-  text("steps-note", isEmpty ? "" : `${bins.total} steps, tokens per step; ${isSingle ? "each bar is a step, as wide as the step took" : "a bar is the mean of the steps that ended in it"}`);
+  text("steps-note", isEmpty ? "" : `${bins.total} steps, tokens per step; ${isSingle ? "each bar is a step, as wide as the step took" : "a bar is the mean of the steps that ended in it"}${state.numGaps ? `; ${state.numGaps} times steps were no longer kept when this page asked` : ""}`);
   const last = bins.num - 1, [held, cached, empty] = bins.owners.map((values) => values[last]), all = held + cached + empty;
   text("kv-note", all ? `${Math.round(100 * held / all)} % held: ${held} of requests, ${cached} prefix cache, ${empty} empty${state.recording ? "; recordings do not tell which free blocks are cached" : ""}` : "no step yet in this window");
   $("kv").hidden = !all || !$("kv-table").hidden;
@@ -115,12 +118,14 @@ function notes(bins, isSingle) {
 }
 
 function emptyText() {
-  if (state.failure && !state.store.span()) return "No data: the router does not answer.";
+  if (state.failure && !state.store.span()) return "No data yet.";
   const { pool } = state;
   if (pool && !state.recording) {
     const away = pool.schedulers.filter((link) => !link.connected);
     if (!pool.workers.length) {
       const why = away.map((link) => `scheduler ${link.scheduler_id || link.address} is not connected: ${link.error || "trying"}`);
+      const up = pool.schedulers.filter((link) => link.connected).map((link) => link.scheduler_id || link.address);
+      if (up.length) why.push(`${up.join(", ")} ${up.length === 1 ? "is connected and drives" : "are connected and drive"} no worker.`);
       return ["No worker is known to this router.", ...why].join("\n");
     }
     if (!pool.workers.some((worker) => worker.state === "WORKER_STATE_READY")) return "No worker is ready; the list of workers says why.";
@@ -143,7 +148,7 @@ function tables(begin, end, bins) {
     for (let found = state.store.stepAt(state.worker, end); found && steps.length < NUM_TABLE_ROWS && found.ring.end(found.i) > begin; found = state.store.next(state.worker, found.ring.end(found.i), -1)) {
       steps.push({ worker: found.worker, ...found.ring.step(found.i) });
     }
-    const columns = [["ended", true], ["worker", true], ["step"], ["ms"], ["prefill"], ["decode"], ["speculative"], ["idle"], ["running"], ["waiting"]];
+    const columns = [["ended", "word"], ["worker", "word"], ["step"], ["ms"], ["prefill"], ["decode"], ["speculative"], ["idle"], ["running"], ["waiting"]];
     replace("steps-table", table(`The last ${steps.length} steps`, columns, steps.map((step) => {
       const name = make("button", String(step.step_id), "row-button");
       name.type = "button";
@@ -154,7 +159,7 @@ function tables(begin, end, bins) {
   if (!$("kv-table").hidden) {
     const rows = [], part = Math.max(1, Math.floor(bins.num / 20)), width = (bins.end - bins.begin) / bins.num;
     for (let bin = bins.num - 1; bin >= 0; bin -= part) rows.push([clock(bins.begin + (bin + 1) * width), ...bins.owners.map((values) => values[bin])]);
-    replace("kv-table", table("KV blocks", [["until", true], ["requests"], ["prefix cache"], ["empty"]], rows));
+    replace("kv-table", table("KV blocks", [["until", "word"], ["requests"], ["prefix cache"], ["empty"]], rows));
   }
 }
 
@@ -205,7 +210,7 @@ function controls() {
     select.value = state.worker;
   }
   const quiet = now() - state.lastHeard;
-  const failure = state.recording ? `A recording: ${state.recording.name}, ${state.recording.num} steps${state.recording.isCut ? ", of which the last are kept" : ""}. Load the page again for the live view.` : state.failure && `${state.failure}\nWhat is shown is ${state.lastHeard ? `${quiet.toFixed(0)} s old` : "nothing yet"}; trying again.`;
+  const failure = state.recording ? `A recording: ${state.recording.name}, ${state.recording.num} steps${state.recording.isCut ? ", of which the last are kept" : ""}. Load the page again for the live view.` : state.failure && state.failure + (state.lastHeard ? `\nWhat is shown is ${quiet.toFixed(0)} s old; trying again.` : "");
   $("banner").hidden = !failure;
   text("banner", failure || "");
   text("link", state.recording ? "recording" : state.failure ? "not connected" : state.pool ? `connected, router ${state.pool.version}` : "connecting");
@@ -230,23 +235,24 @@ const column = (name, className, of) => ({ name, className, fill: (cell, item, i
   if (cell.textContent !== value) cell.textContent = value;
 } });
 const last = (worker) => {
-  const ring = state.store.rings.get(worker.worker_id);
-  return ring?.size ? ring : null;
+  const ring = state.store.rings.get(worker.worker_id), i = ring ? ring.countUntil(state.end) - 1 : -1;
+  return i >= 0 ? (place) => ring.at(place, i) : null;
 };
+const isNow = () => !state.recording && state.paused === null;
 
 const workerGrid = new Grid($("workers"), "Workers", [
   column("worker", "", (worker) => worker.worker_id),
   column("state", "", (worker) => state.recording ? "recorded" : worker.state.replace("WORKER_STATE_", "").toLowerCase()),
   column("model", "minor", (worker) => worker.model),
-  column("run", "number", (worker) => worker.num_running ?? last(worker)?.at(11, last(worker).size - 1)),
-  column("wait", "number", (worker) => worker.num_waiting ?? last(worker)?.at(16, last(worker).size - 1)),
-  column("step", "number minor", (worker) => last(worker) ? `${(last(worker).at(3, last(worker).size - 1) * 1000).toFixed(1)} ms` : "–"),
+  column("run", "number", (worker) => isNow() ? worker.num_running : last(worker)?.(11)),
+  column("wait", "number", (worker) => isNow() ? worker.num_waiting : last(worker)?.(16)),
+  column("step", "number minor", (worker) => last(worker) ? `${(last(worker)(3) * 1000).toFixed(1)} ms` : "–"),
   { name: "KV blocks", className: "", fill: (cell, worker) => {
-    const ring = last(worker);
-    const owners = ring ? [13, 14, 15].map((of) => ring.at(of, ring.size - 1)) : [0, 0, 1];
+    const step = last(worker);
+    const owners = step ? [13, 14, 15].map(step) : [0, 0, 1];
     const all = owners.reduce((sum, value) => sum + value, 0) || 1;
     bar(cell, [["held", owners[0] / all], ["cached", owners[1] / all]]);
-    cell.title = ring ? `${owners[0]} of requests, ${owners[1]} cached, ${owners[2]} empty` : "no step yet";
+    cell.title = step ? `${owners[0]} of requests, ${owners[1]} cached, ${owners[2]} empty` : "no step yet";
     cell.setAttribute("aria-label", cell.title);
   } },
 ], (i) => workers()[i], (worker) => {
@@ -340,7 +346,9 @@ $("file").addEventListener("change", async (event) => {
   try {
     const recording = await Recording.read(file);
     live.abort();
-    Object.assign(state, { recording, store: recording.store, paused: null, selected: null, worker: "", failure: "" });
+    const [first, end] = recording.store.span(), fitting = [...$("window").options].find((option) => option.value >= end - first);
+    $("window").value = fitting?.value ?? "300";
+    Object.assign(state, { recording, store: recording.store, window: Number($("window").value), paused: null, selected: null, worker: "", failure: "" });
   } catch (error) {
     state.failure = `Cannot read the recording: ${error.message}.`;
   }
@@ -427,6 +435,7 @@ function take(message, fields) {
   state.lastHeard = now();
   state.failure = "";
   for (const worker of message) {
+    state.numGaps += worker.has_gap;
     for (const step of worker.steps) {
       const byReason = step[fields.length - 1];
       let waiting = 0;

@@ -90,6 +90,7 @@ export class Recording {
     for (const out of update?.out ?? []) {
       const request = this.requests.get(out.id);
       if (request) request.tokens += out.tokens.length;
+      if (this.open) this.open.values[4] += out.tokens.length;
       if (out.finish) this.#note(out.id, number, time, "FINISHED", `${out.finish}, with ${out.tokens.length} tokens in the last step`);
     }
   }

@@ -322,5 +322,5 @@ async def test_a_recording_is_shown_like_a_pool(tmp_path, recording):
         name = await page.js("document.querySelector('#details td button').textContent")
         assert name in plans[-1]
         await page.js("document.querySelector('#details td button').click()")
-        await page.until("document.querySelector('#details').innerText.includes('ADMITTED')")
+        await page.until("document.querySelector('#details').innerText.includes('admitted')")
         assert page.errors == []
