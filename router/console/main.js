@@ -158,7 +158,7 @@ function tables(begin, end, bins) {
   }
   if (!$("kv-table").hidden) {
     const rows = [], part = Math.max(1, Math.floor(bins.num / 20)), width = (bins.end - bins.begin) / bins.num;
-    for (let bin = bins.num - 1; bin >= 0; bin -= part) rows.push([clock(bins.begin + (bin + 1) * width), ...bins.owners.map((values) => values[bin])]);
+    for (let bin = bins.num - 1; bin >= 0 && bins.owners.some((values) => values[bin]); bin -= part) rows.push([clock(bins.begin + (bin + 1) * width), ...bins.owners.map((values) => values[bin])]);
     replace("kv-table", table("KV blocks", [["until", "word"], ["requests"], ["prefix cache"], ["empty"]], rows));
   }
 }

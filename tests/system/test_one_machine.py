@@ -9,6 +9,7 @@ import subprocess
 import sys
 import threading
 import time
+import urllib.request
 from pathlib import Path
 
 import psutil
@@ -58,6 +59,7 @@ def start_serving(*arguments, **options):
         line = process.stdout.readline()
         assert line, process.stderr.read()
         said += line
+    process.console_url = re.search(r"Console: (\S+)", said)[1]
     return process, re.search(r"Serving \S+ at (\S+)", said)[1]
 
 
@@ -96,6 +98,36 @@ def test_a_prompt_is_completed(server):
         server=server,
     )
     assert (done.returncode, done.stdout, done.stderr) == (0, " Paris.\n", "")
+
+
+def test_the_console_is_there_and_shows_the_steps_of_a_request(serving):
+    process, server = serving
+    url = process.console_url
+    with urllib.request.urlopen(url) as answer:
+        assert b"<title>Headrace console</title>" in answer.read()
+    headrace(*("generate", "Once", "--request-id", "seen", "--max-tokens", "3"), server=server)
+    asked = urllib.request.Request(
+        f"{url}/api/steps",
+        data=json.dumps({"history_s": 600}).encode(),
+        headers={"content-type": "application/json"},
+    )
+    with urllib.request.urlopen(asked, timeout=60) as answer:
+        fields = json.loads(answer.readline())["fields"]
+        while not (workers := json.loads(answer.readline())):
+            pass
+    name, steps = (
+        workers[0]["worker_id"],
+        [dict(zip(fields, s, strict=True)) for s in workers[0]["steps"]],
+    )
+    seen = []
+    for step in steps[-30:]:  # of other tests, too
+        batch = f"{url}/api/batch?worker_id={name}&position={step['position']}"
+        with urllib.request.urlopen(batch) as answer:
+            rows = {row["request_id"]: row["num_tokens"] for row in json.load(answer)["rows"]}
+        uses = ("prefill_tokens", "decode_tokens", "speculative_tokens")
+        assert sum(rows.values()) == sum(step[use] for use in uses)
+        seen.append("seen" in rows)
+    assert sum(seen) == 3
 
 
 def test_a_bad_word_does_not_come_out(server):
