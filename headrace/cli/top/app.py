@@ -25,8 +25,8 @@ from headrace.service.errors import ServiceError
 _HISTORY_S = 60.0
 _RETRY_S = 1.0
 _MAX_QUEUE = 200
-# What the columns beside a bar take of a line.
-_WORKER_WIDTH, _STEP_WIDTH = 57, 34
+# What the columns before a bar take of a line.
+_STEP_WIDTH = 31
 _TENANT_COLUMNS = ("TENANT", "REQUESTS", "TOKENS")
 _REQUEST_COLUMNS = ("REQUEST", "TENANT", "TOKENS", "WAITS s", "AT", "FOR")
 _ROW_COLUMNS = ("REQUEST", "KIND", "TOKENS", "DRAFTS", "COMPUTED BEFORE")
@@ -191,9 +191,8 @@ class PoolScreen(PictureScreen):
         note = self.top.note
         self.query_one("#title", Static).update(f"headrace top  {note or order}  ({_LEGEND})")
         self.query_one("#summary", Static).update(view.summary())
-        width = max(len(USES), self.size.width - _WORKER_WIDTH)
-        rows = view.workers(sort, is_reversed=self._is_reversed, bar_width=width)
-        _fill(self.query_one("#workers", DataTable), COLUMNS, [row.cells for row in rows])
+        rows = view.workers(sort, is_reversed=self._is_reversed, width=self.size.width)
+        _fill(self.query_one("#workers", DataTable), COLUMNS, rows)
         queue = self.query_one("#queue", DataTable)
         if self._shows_requests:
             title = f"{view.num_waiting} wait, in the router and at workers"

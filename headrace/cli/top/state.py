@@ -2,7 +2,6 @@
 
 from collections import deque
 from collections.abc import Iterable, Sequence
-from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
 from headrace.durations import RecentDurations
@@ -25,29 +24,11 @@ USES = (("P", "prefill"), ("D", "decode"), ("S", "speculative"), (".", "idle"))
 SORTS = ("worker", "running", "waiting", "kv used", "step time")
 
 
-@dataclass(frozen=True, slots=True)
-class WorkerRow:
-    """A worker as the table shows it; what a worker without recent steps lacks is empty."""
-
-    worker_id: str
-    state: str
-    running: str
-    waiting: str
-    kv_used: str
-    step_ms: str
-    steps_per_s: str
-    bar: str
-
-    @property
-    def cells(self) -> tuple[str, ...]:
-        """In the order of COLUMNS."""
-        return (
-            *(self.worker_id, self.state, self.running, self.waiting, self.kv_used),
-            *(self.step_ms, self.steps_per_s, self.bar),
-        )
-
-
-COLUMNS = ("WORKER", "STATE", "RUN", "WAIT", "KV", "STEP ms", "/s", "BUDGET OF THE LAST STEPS")
+# A table has a blank on each side of a cell.
+_PADDING = 2
+_SCROLLBAR = 2
+_LEAST_BAR = 8
+COLUMNS = ("WORKER", "STATE", "RUN", "WAIT", "KV", "STEP ms", "/s", "BUDGET")
 
 
 class View:
@@ -105,37 +86,41 @@ class View:
             f"TPOT {self.percentiles(TPOT)}"
         )
 
-    def workers(self, sort: str, *, is_reversed: bool, bar_width: int) -> list[WorkerRow]:
-        """The workers in order; numbers begin with the largest."""
+    def workers(self, sort: str, *, is_reversed: bool, width: int) -> list[tuple[str, ...]]:
+        """The rows of COLUMNS; numbers begin with the largest. Bars take what a line has left."""
         pool = self.pool
         if pool is None:
             return []
 
         def rank(worker: "WorkerStatus") -> tuple[float, str]:
-            steps = self._recent(worker.worker_id)
             value = {
                 "running": worker.num_running,
                 "waiting": worker.num_waiting,
                 "kv used": kv_used(worker),
-                "step time": _mean_duration_s(steps),
+                "step time": _mean_duration_s(self._recent(worker.worker_id)),
             }.get(sort, 0.0)
             return (-value, worker.worker_id)
 
         in_order = sorted(pool.workers, key=rank, reverse=is_reversed)
-        return [self._row(worker, bar_width) for worker in in_order]
+        rows = [self._cells(worker) for worker in in_order]
+        widths = [max(map(len, column)) + _PADDING for column in zip(COLUMNS, *rows, strict=False)]
+        used = sum(widths[: len(COLUMNS) - 1]) + _PADDING + _SCROLLBAR
+        bar_width = max(_LEAST_BAR, width - used)
+        bars = [bar(self._recent(worker.worker_id), bar_width) for worker in in_order]
+        return [(*cells, drawn) for cells, drawn in zip(rows, bars, strict=True)]
 
-    def _row(self, worker: "WorkerStatus", bar_width: int) -> WorkerRow:
+    def _cells(self, worker: "WorkerStatus") -> tuple[str, ...]:
+        """A worker's cells before the bar; what a worker without recent steps lacks is empty."""
         steps = self._recent(worker.worker_id)
         span_s = max(1e-9, steps[-1].position - steps[0].position) / 1e6 if steps else 1.0
-        return WorkerRow(
-            worker_id=worker.worker_id,
-            state=worker.state,
-            running=f"{worker.num_running}/{worker.max_num_seqs}",
-            waiting=str(worker.num_waiting),
-            kv_used=f"{kv_used(worker):.0%}",
-            step_ms=f"{_mean_duration_s(steps) * 1000:.1f}" if steps else "",
-            steps_per_s=f"{(len(steps) - 1) / span_s:.0f}" if len(steps) > 1 else "",
-            bar=bar(steps, bar_width) if steps else "",
+        return (
+            worker.worker_id,
+            worker.state,
+            f"{worker.num_running}/{worker.max_num_seqs}",
+            str(worker.num_waiting),
+            f"{kv_used(worker):.0%}",
+            f"{_mean_duration_s(steps) * 1000:.1f}" if steps else "",
+            f"{(len(steps) - 1) / span_s:.0f}" if len(steps) > 1 else "",
         )
 
     def _recent(self, worker_id: str) -> "list[WorkerStep]":

@@ -6,9 +6,11 @@ from pathlib import Path
 import pytest
 
 from headrace.cli.why_slow import causes_of, lines
+from headrace.messages import to_explanation
 from headrace.types import ExplainEvent, RequestHistory, StageTime, TenantLoad
+from scheduler.rpc.explain_wire import explain_response
 from tests.scheduler.core.building import new_request
-from tests.scheduler.replay.test_why_slow import recording
+from tests.scheduler.replay.test_why_slow import recorded, recording
 
 
 def event(kind, first=0, last=0, detail="", **fields):
@@ -82,6 +84,51 @@ def test_the_three_largest_parts_are_told_the_largest_first():
 def test_what_happened_comes_from_the_history(stage, cause, facts):
     (found,) = causes_of(history((stage, cause, 1.5)), ())
     assert found.facts == facts
+
+
+@pytest.mark.parametrize(
+    ("requests", "config", "largest", "facts", "advice"),
+    [
+        (
+            [new_request(0, 40, max_tokens=20), new_request(1, 40, max_tokens=6)],
+            {"num_gpu_blocks": 5},
+            ("WAIT", "BLOCKS"),
+            "needed 2 KV blocks more: 3 needed, 1 free; 20 steps",
+            "2 KV blocks more (num_gpu_blocks 7) would have saved 20 steps of 26",
+        ),
+        (
+            [new_request(0, 300, max_tokens=2), new_request(1, 60, max_tokens=2)],
+            {"max_num_batched_tokens": 32},
+            ("WAIT", "BUDGET"),
+            "9 steps",
+            "max_num_batched_tokens 512 would have saved",
+        ),
+        (
+            [new_request(key, 10, max_tokens=30) for key in range(2)],
+            {"max_num_seqs": 1},
+            ("WAIT", "SEQUENCE_SLOTS"),
+            "30 steps",
+            "max_num_seqs 2 would have saved 30 steps of 60",
+        ),
+        (
+            [new_request(0, 30, max_tokens=60), new_request(1, 30, max_tokens=24)],
+            {"num_gpu_blocks": 8},
+            ("PREEMPTED", ""),
+            "1 times",
+            "KV blocks more",
+        ),
+    ],
+    ids=["pool", "budget", "slots", "preemptions"],
+)
+def test_the_cause_of_a_constructed_run_is_found(
+    tmp_path: Path, requests, config, largest, facts, advice
+):
+    core = recorded(tmp_path / "run", requests, **config)
+    told = to_explanation(explain_response(core.explain("r1")))
+    first = causes_of(told, [tmp_path / "run"])[0]
+    assert (first.stage, first.cause) == largest
+    assert first.facts.startswith(facts)
+    assert advice in first.advice
 
 
 def test_what_would_have_helped_comes_from_a_recording(headrace, tmp_path: Path):

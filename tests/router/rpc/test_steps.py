@@ -7,6 +7,8 @@ import pytest
 
 from headrace.client import HeadraceClient
 from headrace.service.errors import ServiceError
+from headrace.types import TenantLoad
+from tests.headrace.time_spent import seconds_by_stage
 from tests.router.fake_scheduler import FakeScheduler
 from tests.router.stack import running_stack
 from tests.scheduler.fake_gpuworker import FakeGpuWorker
@@ -69,7 +71,9 @@ async def test_the_queue_lists_what_waits_in_schedulers_and_then_what_waits_here
         calls = []
         for n in range(8):
             # One after the other: the queue is in the order of arrival.
-            calls.append(asyncio.create_task(router.answer(request_id=f"r{n}", **BODY)))
+            name, tenant = f"r{n}", "batch" if n < 7 else "chat"
+            call = router.answer(request_id=name, tenant=tenant, **BODY)
+            calls.append(asyncio.create_task(call))
             await router.until(lambda n=n: router.router.num_live == n + 1)
         page = await client.queue()
         async with asyncio.timeout(60):
@@ -80,8 +84,16 @@ async def test_the_queue_lists_what_waits_in_schedulers_and_then_what_waits_here
         # The only step of each worker began before they came.
         assert {r.reason for r in page.requests[:2]} == {"next_step"}
         here = page.requests[2:]
-        assert [(r.request_id, r.num_tokens) for r in here] == [(f"r{n}", 10) for n in (4, 5, 6, 7)]
+        # Tenants take turns.
+        assert [(r.request_id, r.num_tokens) for r in here] == [(f"r{n}", 10) for n in (4, 7, 5, 6)]
         assert [r.reason for r in here] == ["no_credit"] + ["behind_head"] * 3
+        others = TenantLoad(tenant="batch", num_requests=3, num_tokens=30)
+        by_tenant = (await client.pool()).queued_by_tenant
+        assert by_tenant == (others, TenantLoad(tenant="chat", num_requests=1, num_tokens=10))
+        # No scheduler has had the request yet.
+        told = await client.explain("r7")
+        assert told.queued_with == (others,)
+        assert seconds_by_stage(told).keys() == {"TOKENIZE", "QUEUE"}
         assert (await client.queue(offset=1, limit=2)).requests == page.requests[1:3]
         with pytest.raises(ServiceError, match="limit: must be at most 1000"):
             await client.queue(limit=1001)
@@ -89,6 +101,9 @@ async def test_the_queue_lists_what_waits_in_schedulers_and_then_what_waits_here
             await worker.release()
         await asyncio.gather(*calls)
         assert (await client.queue()).num_waiting == 0
+        told = await client.explain("r7")
+        assert told.queued_with == (others,)
+        assert {"TOKENIZE", "QUEUE", "PREFILL", "DECODE"} <= seconds_by_stage(told).keys()
 
 
 async def test_a_scheduler_that_knows_nothing_of_steps_is_left_out():

@@ -12,21 +12,28 @@ from scheduler.replay.recorder import Recorder
 from scheduler.replay.trace import trace_config
 from scheduler.replay.why_slow import advise, run_of
 from tests.scheduler.core.building import Driver, new_request, scheduler_config
+from tests.scheduler.core.test_time_spent import Ticking
 from tests.scheduler.replay.assembling import assemble
 from tests.scheduler.replay.test_replay import TRACE_BY_NAME
 
 
 def recording(path: Path, requests: Sequence[NewRequest], **config: Any) -> Path:
     """A run of requests that come together, to its end, as a file."""
+    recorded(path, requests, **config)
+    return path
+
+
+def recorded(path: Path, requests: Sequence[NewRequest], **config: Any) -> Recorder:
+    """The same; the core, which can explain its requests. A step takes two seconds."""
     records: list[dict[str, Any]] = []
     recorder = Recorder(scheduler_config(**config), records.append)
     head = recorder.header("made")
-    driver = Driver(recorder)
+    driver = Ticking(recorder)
     driver.add(*requests)
     driver.run()
     recorder.end_step()
     path.write_bytes(b"".join(msgspec.json.encode(record) + b"\n" for record in [head, *records]))
-    return path
+    return recorder
 
 
 def test_a_pool_that_is_too_small(tmp_path: Path) -> None:

@@ -74,8 +74,7 @@ def test_workers_are_sorted_by_what_is_asked_for():
     view.take_pool(pool(busy, full), 0.0)
 
     def names(sort, is_reversed=False):
-        rows = view.workers(sort, is_reversed=is_reversed, bar_width=10)
-        return "".join(row.worker_id for row in rows)
+        return "".join(row[0] for row in view.workers(sort, is_reversed=is_reversed, width=80))
 
     assert [names(s) for s in ("worker", "running", "waiting", "kv used")] == [
         "ab",
@@ -91,13 +90,13 @@ def test_a_worker_that_makes_no_steps_shows_none():
     view.take_pool(pool(worker("a", max_num_seqs=4)), 100.0)
     made = [step(at, decode=4, duration_s=0.02) for at in (9.5, 9.75, 10.0)]
     view.take_steps(steps_of("a", step(1.0, prefill=9, duration_s=9.0), *made), 100.0)
-    (row,) = view.workers("worker", is_reversed=False, bar_width=8)
-    assert row.cells == ("a", "ready", "0/4", "0", "0%", "20.0", "4", "DDDDDDDD")
-    assert len(row.cells) == len(COLUMNS)
+    (row,) = view.workers("worker", is_reversed=False, width=55)
+    assert row == ("a", "ready", "0/4", "0", "0%", "20.0", "4", "DDDDDDDD")
+    assert len(row) == len(COLUMNS)
     assert view.last_position() == {"a": 10_000_000}
     view.take_steps([], 103.0)
-    (row,) = view.workers("worker", is_reversed=False, bar_width=8)
-    assert row.cells[-3:] == ("", "", "")
+    (row,) = view.workers("worker", is_reversed=False, width=55)
+    assert row[-3:] == ("", "", "")
     view.take_pool(pool(), 104.0)
     assert view.last_position() == {}
 
@@ -105,7 +104,7 @@ def test_a_worker_that_makes_no_steps_shows_none():
 def test_the_queue_is_told_by_tenant_and_by_request():
     view = View()
     assert (view.tenants(), view.requests()) == ([], [])
-    assert view.workers("worker", is_reversed=False, bar_width=9) == []
+    assert view.workers("worker", is_reversed=False, width=80) == []
     loads = (
         TenantLoad(tenant="", num_requests=2, num_tokens=90),
         TenantLoad(tenant="*", num_requests=1, num_tokens=5),
