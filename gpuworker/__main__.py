@@ -43,6 +43,12 @@ _DEVICE_LOST = 3
 })  # fmt: skip
 def main(settings: dict[str, Any]) -> None:
     """Run a model: turn a scheduler's step plans into tokens."""
+    if (num_pods := os.environ.get("LWS_GROUP_SIZE", "1")) != "1":
+        raise config.ConfigError(
+            f"this pod is one of a group of {num_pods} (LeaderWorkerSet), and a gpuworker cannot"
+            " split a model over nodes yet: give each GPU a worker of its own, without"
+            " leaderWorkerSet"
+        )
     if not settings["gpuworker"].model:
         raise config.ConfigError("give --model: a GGUF file, a Hugging Face folder, or a name")
     prepare_libraries()

@@ -159,7 +159,14 @@ WORKER: Values = {
     ),
     "leaderWorkerSet": Section(
         "Groups of pods that serve one model together.",
-        {"enabled": switch(False, "Refused: a worker cannot split a model over nodes yet.")},
+        {
+            "enabled": switch(
+                False,
+                "Make a LeaderWorkerSet; workers refuse to start in it, because a worker cannot"
+                " split a model over nodes yet.",
+            ),
+            "size": integer(2, "Pods of a group.", least=2),
+        },
     ),
     **_service("gpuworker", {"cpu": "2", "memory": "4Gi"}),
     "autoscaling": _autoscaling(

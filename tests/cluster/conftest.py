@@ -8,6 +8,7 @@ from pathlib import Path
 import pytest
 
 from tests.chaos import stub_model
+from tests.cluster.api import Object
 from tests.cluster.cluster import Cluster
 from tests.cluster.credentials import Credentials
 from tests.cluster.release import NAMESPACE, Release, left
@@ -63,8 +64,9 @@ def releases(cluster: Cluster, credentials: Credentials) -> Iterator[dict[str, R
     plain = {
         "model": {"name": "/var/cache/headrace/stub", "servedName": "stub"},
         "modelCache": {"type": "hostPath", "hostPath": str(models)},
-        "router": {"replicas": 1},
+        "router": {"replicas": 1, "initContainers": [_said("before")]},
         "pools": [{"name": "a", "gpu": {"count": 0}}],
+        "extraObjects": [_JOB],
         "probes": {"periodSeconds": 5},
         "tests": {"deadlineSeconds": 120},
     }
@@ -107,6 +109,20 @@ def releases(cluster: Cluster, credentials: Credentials) -> Iterator[dict[str, R
 def release(releases: dict[str, Release]) -> Release:
     """The release with everything."""
     return releases[RELEASE]
+
+
+def _said(name: str) -> Object:
+    """A container that prints its name and ends."""
+    command = ["python", "-c", f"print('{name}')"]
+    return {"name": name, "image": "headrace-router:0.1.0", "command": command}
+
+
+_JOB = {
+    "apiVersion": "batch/v1",
+    "kind": "Job",
+    "metadata": {"name": "{{ .Release.Name }}-job"},
+    "spec": {"template": {"spec": {"restartPolicy": "Never", "containers": [_said("job")]}}},
+}
 
 
 def readable(folder: Path) -> None:

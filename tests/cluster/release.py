@@ -80,8 +80,9 @@ class Release:
         self.cluster.until(self.is_settled, "rest")
 
     def is_settled(self) -> bool:
-        """Whether every pod is ready, and none is on its way out."""
-        pods = self.cluster.api.items(f"/api/v1/namespaces/{self.namespace}/pods")
+        """Whether every pod that has not ended is ready, and none is on its way out."""
+        path = f"/api/v1/namespaces/{self.namespace}/pods?fieldSelector=status.phase!%3DSucceeded"
+        pods = self.cluster.api.items(path)
         return all("deletionTimestamp" not in pod["metadata"] and _is_ready(pod) for pod in pods)
 
     def _get(self, kind: str, name: str) -> Object:

@@ -45,6 +45,18 @@ def test_helm_test_generates_text_after_the_commands_of_the_notes(releases, name
     assert re.search(r"8 tokens in \d", output)
 
 
+def test_init_containers_and_jobs_run_to_their_end(releases):
+    release = releases["plain"]
+    (router,) = release.pods("router")
+    for flags in ((router["metadata"]["name"], "--container=before"), ("job/plain-job",)):
+        log = release.cluster.kubectl("logs", *flags, "--namespace", release.namespace)
+        assert log.strip() in {"before", "job"}
+    jobs = f"/apis/batch/v1/namespaces/{release.namespace}/jobs"
+    release.cluster.until(
+        lambda: release.cluster.api.get(f"{jobs}/plain-job")["status"].get("succeeded"), "job"
+    )
+
+
 def test_schedulers_share_the_workers_of_their_release_and_no_other(release):
     release.cluster.until(lambda: is_shared(release), "owner of each worker")
 
@@ -52,7 +64,8 @@ def test_schedulers_share_the_workers_of_their_release_and_no_other(release):
 def is_shared(release):
     """Whether each scheduler owns one worker, by the Leases."""
     owners = release.owners()
-    return owners.keys() == POOL and set(owners.values()) == {
+    # The Lease of a worker outlives it.
+    return {owners.get(worker) for worker in POOL} == {
         pod["metadata"]["name"] for pod in release.pods("scheduler")
     }
 

@@ -9,8 +9,10 @@ from pathlib import Path
 import grpc.aio
 import pytest
 import transformers
+from click.testing import CliRunner
 from grpc_health.v1 import health_pb2, health_pb2_grpc
 
+from gpuworker.__main__ import main
 from headrace.service.errors import from_rpc_error
 from headrace.v1 import gpuworker_pb2, gpuworker_pb2_grpc
 from tests.gpuworker.tiny import LLAMA, save_checkpoint
@@ -44,6 +46,14 @@ async def start(
         env=os.environ | {"HEADRACE_PARENT_DEATH": "1"},
         cwd=Path(__file__).parents[2],
     )
+
+
+def test_a_pod_of_a_group_is_refused_with_what_to_do(monkeypatch) -> None:
+    monkeypatch.setenv("LWS_GROUP_SIZE", "4")
+    done = CliRunner().invoke(main, ["--model=x"])
+    assert done.exit_code
+    assert "one of a group of 4 (LeaderWorkerSet)" in done.output
+    assert "without leaderWorkerSet" in done.output
 
 
 async def test_serves_from_start_to_sigterm(tmp_path: Path) -> None:

@@ -236,6 +236,12 @@ CASES: dict[str, dict[str, Any]] = {
         "commonAnnotations": {"sidecar.istio.io/inject": "false"},
         "pools": [{"name": "3", "replicas": 0}, {"name": "b"}],
     },
+    "groups over nodes": {
+        "pools": [
+            {"name": "a", "replicas": 3, "leaderWorkerSet": {"enabled": True, "size": 4}, **EXTRAS},
+            {"name": "b"},
+        ]
+    },
     "nothing optional": {
         "pdb": {"enabled": False},
         "networkPolicy": {"enabled": False},

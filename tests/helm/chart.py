@@ -83,6 +83,8 @@ class Objects(list[Object]):
         for kind in ("Deployment", "StatefulSet", "Job"):
             for name, each in self.of(kind).items():
                 found[name] = each["spec"]["template"]["spec"]
+        for name, each in self.of("LeaderWorkerSet").items():
+            found[name] = each["spec"]["leaderWorkerTemplate"]["workerTemplate"]["spec"]
         return found
 
     def file(self, name: str, key: str) -> str:

@@ -68,6 +68,8 @@ def test_selectors_find_the_pods_of_their_component(chart, case):
         for kind in ("Deployment", "StatefulSet")
         for name, each in objects.of(kind).items()
     }
+    for name, each in objects.of("LeaderWorkerSet").items():
+        labels[name] = each["spec"]["leaderWorkerTemplate"]["workerTemplate"]["metadata"]["labels"]
     selectors = {name: s["spec"]["selector"] for name, s in objects.of("Service").items()}
     for kind in ("PodDisruptionBudget", "Deployment", "StatefulSet"):
         for name, each in objects.of(kind).items():

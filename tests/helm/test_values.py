@@ -71,6 +71,7 @@ def test_one_version_of_the_chart_is_one_of_headrace():
     assert chart["appVersion"] == chart["version"]
 
 
+CLAIMS = {"type": "claimPerWorker"}
 REFUSED = {
     # Helm takes away what is null, as of a section whose lines are all comments.
     "an empty section": ({"router": None}, "missing property 'router'"),
@@ -133,9 +134,19 @@ REFUSED = {
         {"pools": [{"name": "a", "terminationGracePeriodSeconds": 10}]},
         "pools[a].terminationGracePeriodSeconds is 10",
     ),
-    "several nodes": (
-        {"gpuworker": {"leaderWorkerSet": {"enabled": True}}},
-        "a gpuworker cannot split a model over nodes yet",
+    "a group of one": ({"gpuworker": {"leaderWorkerSet": {"size": 1}}}, "leaderWorkerSet/size"),
+    "groups that are scaled": (
+        {
+            "gpuworker": {
+                "leaderWorkerSet": {"enabled": True},
+                "autoscaling": {"type": "controller"},
+            }
+        },
+        "groups have replicas, and no autoscaling",
+    ),
+    "groups with claims": (
+        {"gpuworker": {"leaderWorkerSet": {"enabled": True}}, "modelCache": CLAIMS},
+        "groups have no claims of their own",
     ),
     "a scheduler without a worker": ({"scheduler": {"replicas": 2}}, "would own no worker"),
     "no metrics": ({"router": {"autoscaling": {"type": "hpa"}}}, "needs at least one metric"),

@@ -39,7 +39,12 @@
 {{- fail (printf "%s.resources: %s is set by gpu.count" $name .gpu.resource) -}}
 {{- end -}}
 {{- if .leaderWorkerSet.enabled -}}
-{{- fail (printf "%s.leaderWorkerSet: a gpuworker cannot split a model over nodes yet; take one worker for each GPU" $name) -}}
+{{- if ne .autoscaling.type "none" -}}
+{{- fail (printf "%s.leaderWorkerSet: groups have replicas, and no autoscaling" $name) -}}
+{{- end -}}
+{{- if eq $.Values.modelCache.type "claimPerWorker" -}}
+{{- fail (printf "%s.leaderWorkerSet: groups have no claims of their own; take another modelCache.type" $name) -}}
+{{- end -}}
 {{- end -}}
 {{- end -}}
 {{- range $index := ternary (until (int .Values.scheduler.replicas)) (list) (eq .Values.discovery.type "static") -}}
