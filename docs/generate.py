@@ -82,8 +82,8 @@ Every service has the same two ways out. Prometheus scrapes `/metrics` on the ad
 everything every `OTEL_METRIC_EXPORT_INTERVAL` milliseconds (60,000) where `--otlp-endpoint` or
 OpenTelemetry's own variables name one. Both give the same numbers, read at one moment: at every
 scrape `headrace_requests_accepted_total` is the sum of `headrace_requests_ended_total`,
-`headrace_requests_released_total` and `headrace_requests_live`. Prometheus can have a token of its own,
-which reads `/metrics` and nothing else (`metrics_token_file` under `[admin]`).
+`headrace_requests_released_total` and `headrace_requests_live`. Prometheus can have a token of
+its own, which reads `/metrics` and nothing else (`metrics_token_file` under `[admin]`).
 
 Labels have few values. A tenant with limits of its own has its name in `tenant`, and so have the
 first 32 others; the rest are `other`. No label has a request's id. Counters begin at 0 when a
