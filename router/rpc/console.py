@@ -8,7 +8,7 @@ import asyncio
 import contextlib
 from collections.abc import AsyncGenerator, Collection
 from importlib.resources import files
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Annotated, Any
 
 import msgspec
 from google.protobuf.json_format import MessageToDict
@@ -19,6 +19,7 @@ from headrace.service.keys import ANYBODY, KeyRing
 from headrace.service.watched import Watched
 from headrace.v1 import inference_pb2, steps_pb2
 from router.rpc.inference import InferenceService
+from router.rpc.steps import MAX_HISTORY_S
 
 if TYPE_CHECKING:
     from aiohttp import web
@@ -160,8 +161,8 @@ class Console:
 class _Watch(msgspec.Struct):
     """What /api/steps is asked: positions by worker, and how much of the past."""
 
-    after: dict[str, int] = {}
-    history_s: float = 0.0
+    after: dict[str, Annotated[int, msgspec.Meta(ge=0, le=(1 << 63) - 1)]] = {}
+    history_s: Annotated[float, msgspec.Meta(ge=0, le=MAX_HISTORY_S)] = 0.0
 
 
 def _worker_steps(worker: steps_pb2.WorkerSteps) -> dict[str, Any]:

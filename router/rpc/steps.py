@@ -26,15 +26,15 @@ _MAX_STEPS = 8192
 _DEFAULT_LIMIT = 100
 _MAX_LIMIT = 1000
 _MAX_LISTED = 10_000
-_MAX_HISTORY_S = 3600.0
+MAX_HISTORY_S = 3600.0
 
 
 async def watch_steps(
     schedulers: Callable[[], Iterable[SchedulerClient]], request: steps_pb2.WatchStepsRequest
 ) -> AsyncGenerator[steps_pb2.WatchStepsResponse, None]:
     """The steps of all workers, until the caller leaves."""
-    if not 0 <= request.history_s <= _MAX_HISTORY_S:
-        raise invalid("history_s", f"must be 0 to {_MAX_HISTORY_S:g}")
+    if not 0 <= request.history_s <= MAX_HISTORY_S:
+        raise invalid("history_s", f"must be 0 to {MAX_HISTORY_S:g}")
     merge = _Merge(schedulers, request)
     keeping = asyncio.create_task(merge.keep_reading(), name="watch the steps of schedulers")
     try:

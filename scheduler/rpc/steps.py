@@ -33,7 +33,7 @@ async def watch_steps(
     is_closing: Callable[[], bool],
 ) -> AsyncIterator[steps_pb2.WatchStepsResponse]:
     """The steps of all workers after the positions of the request, until is_closing."""
-    begin = int((time.time() - max(0.0, request.history_s)) * 1e6)
+    begin = int(max(0.0, time.time() - max(0.0, request.history_s)) * 1e6)
     positions = {after.worker_id: after.position for after in request.after}
     last_s = -_HEARTBEAT_S
     while not is_closing():

@@ -8,6 +8,7 @@ from importlib.resources import files
 
 import aiohttp
 import pytest
+from yarl import URL
 
 from headrace.client import HeadraceClient
 from headrace.service.admin import AdminConfig, AdminServer
@@ -110,8 +111,25 @@ async def test_files_are_for_everybody_with_a_strict_policy_and_data_for_the_tok
         # Another site's page can send no JSON without asking first, and nobody answers it.
         async with session.post("/api/steps", data="{}", headers=mine) as answer:
             assert answer.status == 415
-        async with session.post("/api/steps", json={"history_s": "x"}, headers=mine) as answer:
-            assert answer.status == 400
+        for wrong in (
+            {"history_s": "x"},
+            {"history_s": 1e9},
+            {"after": {"w": -1}},
+            {"after": 1},
+            [],
+        ):
+            async with session.post("/api/steps", json=wrong, headers=mine) as answer:
+                assert answer.status == 400, wrong
+        for wrong in (
+            "batch?worker_id=%ff&position=1",
+            "batch?worker_id=",
+            "explain?request_id=%ff",
+        ):
+            async with session.get(URL(f"/api/{wrong}", encoded=True), headers=mine) as answer:
+                assert answer.status in {400, 404}, wrong
+        for wrong in ("limit=1001", "offset=10001", "offset=99999999999999999999&limit=1001"):
+            async with session.get(f"/api/queue?{wrong}", headers=mine) as answer:
+                assert answer.status == 400, wrong
 
 
 async def test_where_the_public_port_wants_keys_the_console_wants_an_administrators(tmp_path):
@@ -276,12 +294,13 @@ async def test_all_can_be_done_with_the_keyboard_and_is_named_for_screen_readers
 
 
 @needs_browser
-async def test_a_token_is_asked_for_kept_out_of_urls_and_a_lost_router_is_named(tmp_path):
+async def test_a_token_is_asked_for_and_a_lost_router_is_named_and_found_again(tmp_path):
     file = tmp_path / "token"
     file.write_text("secret\n")
     scheduler = BusyScheduler(1, 0)
     scheduler.make_steps(10, 0.02)
-    async with browsing(tmp_path, scheduler, auth_token_file=str(file)) as (page, _, _, server):
+    settings = {"auth_token_file": str(file)}
+    async with browsing(tmp_path, scheduler, **settings) as (page, url, stack, server):
         for token in ("wrong", "secret"):
             await page.until("document.getElementById('token').open")
             await page.js(f"document.getElementById('token-value').value = {token!r}")
@@ -294,6 +313,18 @@ async def test_a_token_is_asked_for_kept_out_of_urls_and_a_lost_router_is_named(
         await server.stop()
         await page.until("document.getElementById('banner').innerText.includes('does not answer')")
         assert await page.js("document.getElementById('link').textContent") == "not connected"
+        # The stream goes on where it broke: each step is there once.
+        scheduler.make_steps(5, 0.02)
+        page_of = Console(InferenceService(stack.services), None)
+        config = AdminConfig(listen=url.removeprefix("http://"), **settings)
+        again = AdminServer(config, list, lambda: True, page_of)
+        await again.start()
+        try:
+            await page.until("headrace.state.store.rings.get('worker-000').size >= 15")
+            await page.until("document.getElementById('banner').hidden")
+            assert await page.js("headrace.state.store.rings.get('worker-000').size") == 15
+        finally:
+            await again.stop()
 
 
 @needs_browser
