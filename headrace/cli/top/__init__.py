@@ -4,6 +4,7 @@ On a terminal a live view, which the package textual draws; elsewhere text, agai
 """
 
 import asyncio
+import os
 import sys
 from typing import Any
 
@@ -32,7 +33,8 @@ def top(interval_s: float, plain: bool, **arguments: Any) -> None:
     tenants; enter looks into a worker or a request; e asks for a request by its id; p stops the
     picture; escape goes back.
     """
-    if plain or not (sys.stdin.isatty() and sys.stdout.isatty()):
+    has_screen = sys.stdin.isatty() and sys.stdout.isatty() and os.environ.get("TERM") != "dumb"
+    if plain or not has_screen:
         run(_print_again_and_again(interval_s, arguments))
         return
     try:
