@@ -18,6 +18,7 @@ import pytest
 from headrace.cli.top.app import PoolScreen, RequestScreen, TopApp, WorkerScreen
 from headrace.cli.top.state import View
 from headrace.client import HeadraceClient, Sampling
+from tests.headrace.tcp_proxy import TcpProxy
 from tests.router.stack import running_stack
 from tests.router.tiny_models import byte_level_model
 from tests.scheduler.fake_gpuworker import FakeGpuWorker
@@ -111,11 +112,13 @@ async def test_keys_lead_from_the_pool_to_a_worker_and_to_a_request():
 
 
 async def test_it_works_in_a_terminal_without_colour():
-    async with busy_services() as (address, _):
-        terminal = Terminal(address)
+    async with busy_services() as (address, _), TcpProxy(address) as proxy:
+        terminal = Terminal(proxy.address)
         await terminal.shows("2/2", "2 run", "BUDGET")
         await terminal.press("v")
         await terminal.shows("sequence slots")
+        await proxy.refuse()
+        await terminal.shows("trying again")
         await terminal.press("q")
         assert await terminal.end() == 0
         # The screen of before is back, with a cursor.

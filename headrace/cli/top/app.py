@@ -19,7 +19,6 @@ from textual.widgets import DataTable, Footer, Input, Static
 from headrace.cli import explaining
 from headrace.cli.top.state import COLUMNS, SORTS, USES, View, bar
 from headrace.client import HeadraceClient
-from headrace.connections import UnreachableError
 from headrace.service.errors import ServiceError
 
 _HISTORY_S = 60.0
@@ -305,7 +304,7 @@ class RequestScreen(PictureScreen):
             # Of several completions the first is explained, under the request's id.
             history = await self.top.client.explain(self._request_id.partition("#")[0])
             text = "\n".join([*explaining.time_spent(history), "", *explaining.timeline(history)])
-        except (ServiceError, UnreachableError) as error:
+        except ServiceError as error:
             text = error.message
         if self.is_current:  # not left meanwhile
             self.query_one("#history", Static).update(text)
