@@ -186,7 +186,7 @@ def machine_root(folder: Path) -> Path:
     options = f"lowerdir=/,upperdir={memory}/upper,workdir={memory}/work"
     _mount("-t", "overlay", "overlay", "-o", options, str(root))
     # A Python below a home folder is found by user 65532, too.
-    for path in (Path(sys.base_prefix), *(Path(each) for each in sys.path if each)):
+    for path in map(Path, (sys.base_prefix, *filter(os.path.isabs, sys.path))):
         for parent in (path, *path.parents):
             there = root / parent.relative_to("/")
             if there.is_dir():
