@@ -18,7 +18,7 @@ from tests.helm.helm_binary import HelmUnavailableError, find_helm, find_kubectl
 from tests.kubernetes.control_plane import ASSETS, ControlPlaneUnavailableError
 
 RELEASE = "hr"
-STUB = {"gpuworker": ["python", "-m", "tests.cluster.stub_gpuworker"]}
+STUB = {"gpuworker": ["tini", "--", "python", "-m", "tests.cluster.stub_gpuworker"]}
 
 
 @pytest.fixture(scope="module")

@@ -28,8 +28,14 @@ _PROGRAMS = {
         "fi\n"
         'exec {valkey} "$@" --bind "$POD_IP"'
     ),
-    # Where it is not installed, the service is process 1 itself.
-    "tini": 'shift; exec "$@"',
+    # Where it is not installed. Process 1 gets no signal that it does not handle, so the service,
+    # which handles none until it has started, must be another.
+    "tini": (
+        'shift\n"$@" &\nchild=$!\n'
+        "trap 'kill -TERM $child' TERM\n"
+        "while kill -0 $child 2>/dev/null; do wait $child; code=$?; done\n"
+        "exit $code"
+    ),
 }
 
 

@@ -184,7 +184,7 @@ def test_a_pool_that_the_controller_scales_has_no_replicas_and_no_other_scaler(c
     ]
     assert {"--kv-use=0.5", "--lease-name=hr-headrace-pool-controller"} <= set(command)
     # Its flags are those of the command.
-    assert pool_controller.make_context("it", command[2:]).params["kv_use"] == 0.5
+    assert pool_controller.make_context("it", command[4:]).params["kv_use"] == 0.5
 
 
 def test_a_controller_that_only_says_what_it_would_do_leaves_the_chart_its_replicas(chart):
