@@ -139,6 +139,8 @@ class Leases:
 
         A lease that did both is not among those that began.
         """
+        if not self.begun and not self.ended:
+            return (), ()
         begun = tuple(lease for lease in self.begun if lease.lease_id in self._leases)
         ended = tuple(self.ended)
         self.begun.clear()
