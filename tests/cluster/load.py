@@ -40,7 +40,7 @@ class Load:
         self._is_over = True
         await self._tasks.__aexit__(*error)  # type: ignore[arg-type]
 
-    async def until_answered(self, num_answers: int = 8) -> None:
+    async def until_answered(self, num_answers: int = 4) -> None:
         """Wait for so many more answers."""
         wanted = self.num_answers + num_answers
         while self.num_answers < wanted:

@@ -8,7 +8,7 @@ from gpuworker import __main__ as gpuworker
 from gpuworker.core.input_batch import BatchLimits
 from tests.chaos import stub_model, stub_worker
 
-_STEP_S = 0.02
+_STEP_S = 0.04
 # While this file is there, steps hang.
 HANG = Path("/tmp/hang")
 
