@@ -39,7 +39,7 @@ test: $(STAMP) ## Run the tests; with ARGS a selection, without the kernels'
 	$(if $(ARGS),,@$(MAKE) --no-print-directory test-kernels check-kernels)
 
 images: $(STAMP) ## Build the images and run them, as root with buildah and runc; ARGS="gpuworker" for torch's
-	@HEADRACE_IMAGES="$(ARGS)" $(BIN)/python -m pytest -q -m slow tests/images
+	@HEADRACE_IMAGES="$(ARGS)" $(BIN)/python -m pytest -q -m slow -p no:cacheprovider tests/images
 
 chaos: $(STAMP) ## Kill parts of a cluster under load and check the clients; ARGS="--seed N --minutes M"
 	@$(BIN)/python -m tests.chaos $(ARGS)
