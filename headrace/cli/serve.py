@@ -161,8 +161,15 @@ def _admin_listen(port: int, admin_port: int | None, file: Path | None) -> str:
     try:
         _check_free("127.0.0.1", beside)
     except Failure:
-        return "127.0.0.1:0"
-    return f"127.0.0.1:{beside}"
+        beside = 0
+    # A port is chosen here, not by the router: the console's URL outlives the router.
+    return f"127.0.0.1:{beside or _free_port()}"
+
+
+def _free_port() -> int:
+    with socket.socket() as found:
+        found.bind(("127.0.0.1", 0))
+        return int(found.getsockname()[1])
 
 
 def _check_free(host: str, port: int, options: str = "--port or --host") -> None:

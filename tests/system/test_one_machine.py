@@ -9,6 +9,7 @@ import subprocess
 import sys
 import threading
 import time
+import urllib.error
 import urllib.request
 from pathlib import Path
 
@@ -224,6 +225,15 @@ def test_an_answer_goes_on_when_a_service_is_killed_in_its_middle(serving, name)
     _, errors = process.communicate(timeout=60)
     assert (process.returncode, answer) == (0, undisturbed.stdout), errors
     until(lambda: service(serving, name).pid != killed.pid)
+    until(lambda: console_answers(serving[0].console_url))
+
+
+def console_answers(url):
+    try:
+        with urllib.request.urlopen(url) as answer:
+            return answer.status == 200
+    except urllib.error.URLError:
+        return False
 
 
 def test_an_answer_goes_on_when_everything_is_killed_and_started_again(
