@@ -4,12 +4,12 @@ Arrays are columns over the requests of a step, in the plan's order: running req
 admissions. The core knows no clock, no wire format and no tensor.
 
 "Quirk of vLLM 0.27.1" marks behaviour that the core keeps because recordings of that version must
-replay. These features are reached by recordings only; no service sets them today:
+replay. No service sets these features today; recordings of vLLM reach all but the leases:
 
 * spec_kind "draft" and "eagle" (lookahead slots), drafts in a pipeline, `update_drafts`;
 * enable_chunked_prefill and reserve_full_sequence set to False, pipeline_depth above 2;
 * `needs_grammar` with `mark_ready`, repetition limits;
-* leases (`remote_prefix`, `export_s`), which are not in recordings of vLLM;
+* leases (`remote_prefix`, `export_s`), which only tests reach so far;
 * throttle_prefills, `set_pause`, `reset_prefix_cache`, `num_common_prefix_blocks`.
 """
 
